@@ -40,7 +40,7 @@ EXACT_MODES = ("dense", "exact")  # equal sums, in the number format of the run
 NEAR_MODES = ("fast",)  # other rounding; local is another algorithm
 BY_SPEED = "auto"
 TRACKERS = ("mlflow", "none")
-AUTO_IS_0 = ("total_batch_size", "threads")  # settings that take auto for 0
+AUTO_IS_0 = ("total_batch_size", "threads", "snapshot_seconds")  # settings that take auto for 0
 RECOMPUTE = ("none", "layers")
 SWITCHES = ("auto", "true", "false")  # values of elastic and coordinator_failover
 
@@ -151,7 +151,12 @@ class RunConfig:
         "hosts; true: also with two, of which the one that is left continues alone",
         RUNTIME,
     )
-    snapshot_seconds: float = setting(60.0, "with elastic, seconds between copies of the state", RUNTIME)
+    snapshot_seconds: float = setting(
+        0.0,
+        "with elastic, seconds between copies of the state; 0 or auto: as often as that costs little, at "
+        "least once a minute",
+        RUNTIME,
+    )
     tracker: str = setting("mlflow", f"tracker besides metrics.jsonl: {' or '.join(TRACKERS)}", RUNTIME)
     tracker_experiment: str = setting(
         "nanochat-d{depth}",
@@ -314,9 +319,9 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 0, "must not be negative", "n_kv_head total_batch_size num_iterations target_flops"),
     (lambda v: v >= 0, "must not be negative", "warmup_steps eval_every sample_every save_every"),
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),
-    (lambda v: v >= 0, "must not be negative", "core_metric_every core_metric_max_per_task"),
+    (lambda v: v >= 0, "must not be negative", "core_metric_every core_metric_max_per_task snapshot_seconds"),
     (lambda v: v > 0, "must be above 0", "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr"),
-    (lambda v: v > 0, "must be above 0", "target_param_data_ratio init_lr_frac snapshot_seconds local_grace"),
+    (lambda v: v > 0, "must be above 0", "target_param_data_ratio init_lr_frac local_grace"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac"),
     (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "local_momentum"),
     (lambda v: v < 2**63, "must be below 2^63", "seed"),
@@ -404,8 +409,9 @@ def note_of_dropped(unknown: Sequence[str], saved: Mapping[str, Any], what: str)
 
 @dataclass(frozen=True)
 class RunFile:
-    """The content of run.json, which has the same bytes on every host of a run.
+    """The content of run.json, the same on every host of a run.
 
+    On a host that was added to an active run the file also has added_hosts, which only train.yml reads.
     run_id: name of the run. config: its settings.
     hosts: names of the hosts, in rank order; empty without a fleet.
     trainer_digest: digest of the trainer's code; "" for any.

@@ -244,8 +244,8 @@ class RunSetup:
             self.plan = make_plan(
                 self.config,
                 info.vocab_size,
-                self.env.world_size,
-                self.run_file.fixed_shares,
+                max(self.env.world_size, self.env.rank + 1),
+                () if self.env.is_added else self.run_file.fixed_shares,
                 info.train_rows,
             )
             fine_tuning.check_data(self.config, info, self.data_dir)

@@ -89,6 +89,7 @@ class FilterModule:
             "run_left": run_leave.report,
             "run_logs": run_logs.merged_logs,
             "run_name": run_plan.run_name,
+            "run_new_hosts": run_summary.new_hosts,
             "run_started": run_report.started,
             "run_status": run_status.status_screen,
             "run_stop_expected": run_report.stop_expected,

@@ -162,6 +162,18 @@ def write(
         raise RuntimeError(f"{' and '.join(enabled)} cannot be enabled: {err}")
 
 
+def allow(name: str, addresses: Sequence[str]) -> None:
+    """Let the unit also exchange packets with `addresses` after a boot. Raises OSError.
+
+    name: of a unit in the scope `system`. Without a boot entry nothing is changed.
+    """
+    path = Path(_folders("system")[0]) / f"{run_of_unit(name)}.sh"
+    if path.exists():
+        text, denied = path.read_text(encoding="utf-8"), "--property=IPAddressDeny=any"
+        more = [f"--property=IPAddressAllow={address}" for address in addresses]
+        write_whole(str(path), text.replace(denied, shlex.join([denied, *more])), 0o700)
+
+
 def remove(name: str, scope: str) -> None:
     """Disable and delete the boot entry of `name`, and with the last entry the template. Raises OSError."""
     folder, units = _folders(scope)

@@ -11,6 +11,8 @@ from typing import Any
 from ansible.errors import AnsibleFilterError
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import holder
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import (
+    ADDED,
+    added_hosts,
     checkpoint_step,
     coordinator,
     run_of_unit,
@@ -62,7 +64,8 @@ def plan_run(
     run_id: name of the run. file: content of run.json; None if the run is refused.
     action: start, resume, join (hosts join an elastic run), none or refuse. message: about it.
     ends: {host: units that cannot continue and are ended first}. saves: whether the run saves before that.
-    joins: hosts that join an elastic run. elastic: whether hosts may leave and join while it trains.
+    joins: hosts that join an elastic run; of these, hosts that are not in the run file are added to it, as
+    added_hosts of their own run.json. elastic: whether hosts may leave and join while it trains.
     failover: whether its hosts elect another coordinator.
     """
     name = run_id
@@ -105,7 +108,8 @@ def plan_run(
         file, first = run_file.to_dict(), fleet[coordinator(fleet, run_file.hosts)]
         joins = _absent(before, fleet, f"nanofleet-{name}.service") if action == "join" else []
         if joins:  # the run file that its members have
-            file = dict(before)
+            added = [*added_hosts(states), *(host for host in joins if host not in before["hosts"])]
+            file = {**before, **({ADDED: list(dict.fromkeys(added))} if added else {})}
         saves = set(run_file.hosts) <= set(ends) and _trains(first)
     except (trainer.ConfigError, RefusedError) as error:
         file, action, message, ends, saves, joins = None, "refuse", str(error), {}, False, []
@@ -133,9 +137,9 @@ def has_failover(file: Mapping[str, Any] | None, nproc_per_node: int) -> bool:
 
 
 def _absent(stored: Mapping[str, Any], fleet: Mapping[str, State], unit: str) -> list[str]:
-    """The hosts of the run file `stored` on which the run's `unit` is not active."""
-    hosts = [host for host in stored.get("hosts", []) if host in fleet]
-    return [host for host in hosts if unit not in fleet[host].get("active_units", [])]
+    """The hosts of `fleet` on which the run's `unit` is not active, those of the run file `stored` first."""
+    hosts = [*(host for host in stored.get("hosts", []) if host in fleet), *fleet]
+    return [host for host in dict.fromkeys(hosts) if unit not in fleet[host].get("active_units", [])]
 
 
 def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> tuple[str, str, Ends]:
@@ -164,6 +168,11 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
         members = [host for host in active if host in (stored or {}).get("hosts", active)] or active
         absent = _absent(stored or {}, fleet, unit)
         if before.is_elastic and absent and coordinator(fleet, run_file.hosts) in active:
+            ranks = [*(stored or {}).get("hosts", []), *added_hosts(fleet.values())]
+            removed = [host for host in ranks if host not in fleet]
+            rows = before.total_batch_size // before.sequence_len or len(fleet)
+            if removed or rows < len(fleet):  # a rank has a row of each step
+                return "none", _active_message(run_file, before, members, fleet, stored or {}), {}
             where = ", ".join(active)
             joining = f"The run {name} trains on {where}; {', '.join(absent)} will join it."
             return "join", " ".join([joining, *notes]), {}
@@ -255,9 +264,15 @@ def _restart_cause(run_file: Any, stored: State, active: Sequence[str], states: 
         return ""  # the other hosts are about to end as well
     if missing:
         return f"{run} waits on {', '.join(active)} for {', '.join(missing)}, where its unit is not active"
-    if before != list(run_file.hosts) and not all(_trains(states[host]) for host in active):
+    if _is_changed(before, run_file, states) and not all(_trains(states[host]) for host in active):
         return f"{run} makes no steps on {', '.join(before)}"
     return ""
+
+
+def _is_changed(before: Sequence[str], run_file: Any, states: Mapping[str, State]) -> bool:
+    """Whether the run has had other hosts so far than in `run_file`. before: those at its start."""
+    added = added_hosts(states.values())
+    return list(before) != [host for host in run_file.hosts if host not in added or host in before]
 
 
 def _cannot_start(state: State) -> bool:
@@ -308,7 +323,7 @@ def _active_message(
     ]
     at = f" at step {known[0]['step']} of {known[0].get('num_iterations')}" if known else ""
     other = " sync=auto transferred it to that host." * bool(run_file.chosen_from)
-    if list(stored.get("hosts") or run_file.hosts) != list(run_file.hosts):
+    if _is_changed(list(stored.get("hosts") or run_file.hosts), run_file, fleet):
         other = (
             f" The inventory now lists {', '.join(run_file.hosts)}: to continue on these, stop it, which "
             "saves, and start it again."

@@ -102,7 +102,8 @@ def without_directory(states: Mapping[str, State]) -> list[str]:
     """
     reached = facts.answered(states)
     active = [state for state in reached.values() if state["found"] and not state["ended"]]
-    members = {host for state in active for host in (state["run_file"] or {}).get("hosts") or []}
+    files = [state["run_file"] or {} for state in active]
+    members = {host for file in files for name in ("hosts", facts.ADDED) for host in file.get(name) or []}
     return [
         host
         for host, state in reached.items()

@@ -5,10 +5,12 @@ Pure functions of results of the module run_state, by host in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 State = Mapping[str, Any]
+ADDED = "added_hosts"
+"""Key of run.json on a host that was added to an active run: the added hosts, in the order of their ranks."""
 NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError", "The ranks did not meet")
 
 
@@ -92,6 +94,15 @@ def coordinator(states: Mapping[str, State], hosts: Sequence[str] = ()) -> str:
     return max(known)[1] if known else (named or [""])[0]
 
 
+def added_hosts(states: Iterable[State]) -> list[str]:
+    """The hosts that were added to an active run, in the order of their ranks.
+
+    states: results of run_state; each added host knows those that were added before it.
+    """
+    known = [list((state.get("run_file") or {}).get(ADDED) or []) for state in states]
+    return max(known, key=len, default=[])
+
+
 def transferred_to(found: Mapping[str, State]) -> str:
     """The host to which sync=auto transferred the run; "" if it did not.
 
@@ -130,6 +141,21 @@ def active_runs(states: Mapping[str, State]) -> dict[str, list[str]]:
         for unit in state["active_units"]:
             active.setdefault(run_of_unit(unit), []).append(host)
     return active
+
+
+def new_hosts(states: Mapping[str, State]) -> dict[str, Any]:
+    """The elastic run that is active, and the hosts that know nothing of it, as after their setup.
+
+    states: {host: result of run_state}. Keys of the result: run_id, "" if there is not exactly one such run;
+    hosts, empty if all know it. A host that has left the run knows it.
+    """
+    active, reached = active_runs(states), answered(states)
+    run_id, on = next(iter(active.items()), ("", []))
+    known = {host: {run["run_id"]: run for run in state["runs"]} for host, state in reached.items()}
+    config = next((runs[run_id]["config"] for runs in known.values() if run_id in runs), None) or {}
+    is_elastic = len(active) == 1 and str(config.get("elastic", "")).lower() == "true"
+    hosts = [host for host, runs in known.items() if host not in on and run_id not in runs]
+    return {"run_id": run_id, "hosts": hosts} if is_elastic else {"run_id": "", "hosts": []}
 
 
 def several_active(states: Mapping[str, State]) -> str:

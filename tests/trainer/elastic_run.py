@@ -59,6 +59,8 @@ class ElasticRun:
 
     def launch(self, rank: int) -> dict[str, str]:
         """The variables by which a rank finds the others."""
+        if rank >= self.world_size:  # it is added to the active run
+            return {"NANOFLEET_RANKS": f"{rank} {self.world_size} 127.0.0.1:{self.port}"}
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.world_size),

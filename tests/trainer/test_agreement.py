@@ -159,6 +159,31 @@ def test_a_refused_rank_hears_the_reason_and_the_others_do_not_notice() -> None:
     assert "code is same, but rank 2 (host-2) has other" in reason
 
 
+def test_ranks_that_are_added_join_after_the_first_view_and_may_come_and_go() -> None:
+    simulation = Simulation(5, 2)
+    ranks = Ranks(simulation)
+    for number in (0, 1, 2, 4):  # of two at the start
+        ranks.start(number)
+    simulation.at(30, lambda: simulation.kill(simulation.current[4]))
+    simulation.at(45, lambda: ranks.start(4))
+    simulation.at(55, lambda: ranks.start(3, differs=True))
+    simulation.run(100)
+    numbers = [view.numbers for _, view in simulation.history]
+    assert numbers == [[0, 1], [0, 1, 2, 4], [0, 1, 2], [0, 1, 2, 4]]
+    assert len(simulation.refused) == 1
+    check(simulation, [0, 1, 2, 4])
+
+
+@pytest.mark.parametrize(("is_elected", "suffices"), [(True, False), (False, True)])
+def test_a_rank_that_was_added_does_not_count_for_the_majority(is_elected: bool, suffices: bool) -> None:
+    simulation = Simulation(0, 3)
+    members = [Member(number, 1, Record(number, f"host-{number}", "", {}, {})) for number in range(4)]
+    keys, is_replaced = SimulatedKeys(simulation, Process(0)), (lambda: False) if is_elected else None
+    coordinator = Coordinator(keys, members[0], 3, 2, is_replaced=is_replaced)
+    assert coordinator.suffices([members[0], members[3]]) is suffices
+    assert coordinator.suffices([members[0], members[2]])
+
+
 def admissions(seconds_in: float, until: float) -> list[float]:
     """When a rank is admitted that asks at once and is lost after `seconds_in` each time."""
     simulation = Simulation(0, 2)

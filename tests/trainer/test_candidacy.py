@@ -59,6 +59,26 @@ def close(hosts: dict[int, Candidacy]) -> None:
         each.close()
 
 
+def test_a_host_that_was_added_follows_who_is_elected_and_is_not_counted(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    env = RankEnv(4, 3, 0, 1, "cellar", "127.0.0.1", port, addresses=ADDRESSES)
+    added = Candidacy(env, RUN, tmp_path, RunLogger(env))
+    hosts = {0: host(0, port, tmp_path), 4: added}
+    monkeypatch.setattr(candidacy, "FIRST_SECONDS", 3.0)
+    with pytest.raises(Retryable, match="gets no answer from laptop, attic"):
+        hosts[0].elect()
+    with pytest.raises(Retryable, match="No coordinator is elected: 2 of 3 hosts are needed"):
+        added.elect()
+    hosts[1] = host(1, port, tmp_path)
+    found = elected(hosts)
+    assert {number: env.rank for number, env in found.items()} == {0: 0, 1: 1, 4: 4}
+    assert (found[4].launch_rank, found[4].master_addr) == (4, "127.0.0.1")
+    assert found[4].master_port == found[1].master_port
+    close(hosts)
+
+
 def test_hosts_elect_the_first_one_then_the_next(tmp_path: Path, secret: Path) -> None:
     port = free_port()
     hosts = {number: host(number, port, tmp_path) for number in range(3)}

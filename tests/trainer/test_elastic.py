@@ -68,6 +68,23 @@ def test_a_killed_rank_is_left_behind_and_joins_again(elastic: Begin, undisturbe
     check_losses(run, undisturbed)
 
 
+def test_a_host_that_is_added_trains_with_the_others(elastic: Begin, undisturbed: list[float]) -> None:
+    """The run started with two hosts. A third joins it, is killed, and joins again."""
+    run = elastic(2, snapshot_seconds=1)
+    run.reach(15)
+    run.start(2)
+    run.has_ranks(3)
+    run.processes[2].kill()
+    run.processes[2].wait()
+    assert run.has_ranks(2) < 10
+    run.start(2)
+    run.has_ranks(3)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.finish(1)["outcome"] == "finished"
+    assert run.finish(2)["outcome"] == "finished", run.log(2)
+    check_losses(run, undisturbed)
+
+
 @pytest.mark.parametrize("sync", ["dense", "fast"])
 @pytest.mark.slow
 def test_other_modes_continue_too(elastic: Begin, undisturbed: list[float], sync: str) -> None:

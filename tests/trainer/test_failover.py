@@ -123,6 +123,34 @@ def test_a_minority_does_not_train(failover: Begin, undisturbed: list[float]) ->
     check_losses(run, undisturbed)
 
 
+def test_a_host_that_was_added_follows_each_coordinator_and_has_no_vote(
+    failover: Begin, undisturbed: list[float]
+) -> None:
+    run = failover(3, snapshot_seconds=1)
+    run.reach(15)
+    run.start(3)
+    run.has_ranks(4)
+    run.processes[0].kill()
+    run.processes[0].wait()
+    run.leader = 1
+    run.reach(40)
+    run.has_ranks(3)
+    assert run.log(3).count("Importing torch") <= 1  # in the same process
+    run.processes[2].kill()
+    run.processes[2].wait()
+    time.sleep(3)
+    step = int(run.status()["step"])
+    time.sleep(4)
+    assert int(run.status()["step"]) == step, "host-2 and the added host are no majority of three"
+    run.start(2)
+    run.has_ranks(3)
+    for rank in (1, 2, 3):
+        assert run.finish(rank)["outcome"] == "finished", run.log(rank)
+    for rank in (1, 3):
+        run.leader = rank
+        check_losses(run, undisturbed)
+
+
 def test_all_hosts_lose_power_and_the_disk_of_the_coordinator(
     failover: Begin, undisturbed: list[float]
 ) -> None:

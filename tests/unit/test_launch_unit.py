@@ -186,6 +186,18 @@ def test_ranks_of_an_elastic_run_get_the_path_of_the_secret(elastic: bool) -> No
     assert ("NANOFLEET_RANKS" in given) == elastic
 
 
+def test_a_host_that_is_added_gets_a_rank_after_those_of_the_run_and_their_addresses() -> None:
+    file = {"hosts": ["tower", "attic"], "added_hosts": ["cellar", "laptop"]}
+    given = {
+        "launch_hosts": ["tower", "attic", "cellar", "laptop"],
+        "launch_addresses": ["10.0.0.1", "10.0.0.3", "10.0.0.4", "10.0.0.2"],
+        "launch_plan": {"run_id": "a", "elastic": True, "failover": True, "file": file},
+        "launch_nproc_per_node": 1,
+    }
+    ranks = rendered("__launch_ranks", **given).split()
+    assert ranks == ["3", "2", "10.0.0.1:20999", "10.0.0.1", "10.0.0.3"]
+
+
 @pytest.mark.parametrize(
     ("threads", "ranks", "given"),
     [(0, 1, None), (6, 1, "6"), ("6", 2, "3"), (1, 2, "1"), (0, 2, "4"), (0, 16, "1")],

@@ -89,6 +89,44 @@ def test_hosts_join_an_active_elastic_run_and_leave_it_unchanged() -> None:
     assert (elected["action"], elected["joins"]) == ("join", ["tower"]), "laptop was elected"
 
 
+def test_a_host_that_is_new_in_the_inventory_is_added_to_an_active_elastic_run() -> None:
+    run_file = stored()["run_file"]
+    elastic = {**run_file, "config": {**run_file["config"], "elastic": True}}
+    up = state(found=True, run_file=elastic, active_units=[UNIT], heartbeats=[beat()], ended=False)
+    new = state()
+
+    def planned(**states: Any) -> dict[str, Any]:
+        return launch.plan_run({}, "a", list(states.values()), list(states), "digest")
+
+    made = planned(tower=up, cellar=new, laptop=up)
+    assert (made["action"], made["joins"], made["ends"]) == ("join", ["cellar"], {})
+    assert made["file"] == {**elastic, "added_hosts": ["cellar"]}
+    cellar = {**up, "run_file": made["file"], "heartbeats": []}
+    made = planned(attic=new, tower=up, laptop=up, cellar=cellar)
+    assert made["joins"] == ["attic"]
+    assert made["file"]["added_hosts"] == ["cellar", "attic"], "cellar keeps its rank"
+    away = {**cellar, "active_units": [], "ended": True}
+    made = planned(tower=up, laptop={**up, "active_units": []}, cellar=away)
+    assert made["joins"] == ["laptop", "cellar"]
+    assert made["file"]["added_hosts"] == ["cellar"]
+    made = planned(tower=up, cellar=new)
+    assert made["action"] == "none", "laptop, of the run, is not in the inventory"
+    assert "inventory now lists tower, cellar" in made["message"]
+    ended = {**up, "active_units": [], "ended": True, "outcome": None}
+    made = planned(tower=ended, laptop=ended, cellar={**away, "outcome": None})
+    assert (made["action"], made["file"]["hosts"]) == ("resume", ["tower", "laptop", "cellar"])
+    assert "added_hosts" not in made["file"]
+
+
+def test_no_more_hosts_join_than_a_step_has_rows() -> None:
+    run_file = stored()["run_file"]
+    config = {**run_file["config"], "elastic": True, "total_batch_size": 512, "sequence_len": 256}
+    up = state(found=True, run_file={**run_file, "config": config}, active_units=[UNIT], ended=False)
+    up["heartbeats"] = [beat()]
+    made = launch.plan_run({}, "a", [up, up, state()], ["tower", "laptop", "attic"], "digest")
+    assert made["action"] == "none"
+
+
 def test_the_newest_outcome_of_the_hosts_counts() -> None:
     """The first host was lost; the others have finished without it."""
     lost = state(**stored(), outcome={"outcome": "retryable", "time": 10.0})

@@ -451,3 +451,17 @@ def test_an_evaluation_that_has_not_finished_names_each_cause() -> None:
     done = {"outcome": "finished", "reason": "Evaluated.", "rank": 0}
     said = report.evaluation_failure({"tower": state(outcome=done), "laptop": {"unreachable": True}})
     assert said == "laptop did not answer."
+
+
+def test_hosts_that_know_nothing_of_the_active_elastic_run_are_found() -> None:
+    elastic = {"run_id": "a", "time": 2.0, "active": True, "config": {"elastic": "true"}}
+    up = state(run_id="a", found=True, active_units=["nanofleet-a.service"], runs=[elastic])
+    new, left = state(runs=[]), state(runs=[{**elastic, "active": False}])
+    found = summary.new_hosts({"tower": up, "laptop": left, "attic": new, "cellar": {"unreachable": True}})
+    assert found == {"run_id": "a", "hosts": ["attic"]}
+    nothing = {"run_id": "", "hosts": []}
+    assert summary.new_hosts({"tower": left, "attic": new}) == nothing
+    plain = {**up, "runs": [{**elastic, "config": {"elastic": "false"}}]}
+    assert summary.new_hosts({"tower": plain, "attic": new}) == nothing
+    other = state(run_id="b", found=True, active_units=["nanofleet-b.service"], runs=[])
+    assert summary.new_hosts({"tower": up, "laptop": other, "attic": new}) == nothing

@@ -12,6 +12,7 @@ import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry, unit_end, unit_start
 from ansible_collections.nanofleet.fleet.plugins.module_utils import systemd_unit as unit_facts
 from ansible_collections.nanofleet.fleet.plugins.modules import (
+    allow_addresses,
     run_state,
     transient_unit,
 )
@@ -127,6 +128,39 @@ def test_whoever_ends_a_run_removes_its_return(systemd: Path, monkeypatch: pytes
     assert (systemd / "units" / "nanofleet@.service").exists(), "b returns"
     assert call(transient_unit, monkeypatch, name="nanofleet-b", state="absent")["changed"]
     assert not (systemd / "etc").exists()
+
+
+def test_an_active_unit_meets_a_new_host_now_and_after_a_boot(
+    systemd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, wanted = "nanofleet-a.service", ["localhost", "10.0.0.1", "10.0.0.3"]
+    start = ["systemd-run", "--property=IPAddressDeny=any", "--property=IPAddressAllow=10.0.0.1", "--", "x"]
+    (systemd / "units").mkdir()
+    boot_entry.write(name, start, ["true"], "", "system")
+    allowed = "127.0.0.0/8 ::1/128 10.0.0.1/32"
+    monkeypatch.setattr(allow_addresses, "run", answered := Answers(allowed))
+    given = {"name": "nanofleet-a", "addresses": wanted}
+    assert call(allow_addresses, monkeypatch, check=True, **given)["allowed"] == ["10.0.0.3"]
+    assert len(answered.asked) == 1, "a dry run only reads"
+    assert call(allow_addresses, monkeypatch, **given)["changed"]
+    assert answered.asked[-1] == f"systemctl set-property --runtime -- {name} IPAddressAllow=10.0.0.3"
+    script = (systemd / "etc" / "a.sh").read_text()
+    assert "--property=IPAddressAllow=10.0.0.3 --property=IPAddressAllow=10.0.0.1 -- x" in script
+    monkeypatch.setattr(allow_addresses, "run", Answers(f"{allowed} 10.0.0.3/32"))
+    assert not call(allow_addresses, monkeypatch, **given)["changed"]
+    monkeypatch.setattr(allow_addresses, "run", Answers(""))
+    assert not call(allow_addresses, monkeypatch, **given)["changed"], "it is not restricted to addresses"
+
+
+class Answers:
+    """Stands for systemctl: prints `shown`, and keeps the command lines."""
+
+    def __init__(self, shown: str) -> None:
+        self.shown, self.asked = shown, list[str]()
+
+    def __call__(self, words: list[str]) -> tuple[int, str, str]:
+        self.asked.append(" ".join(words))
+        return 0, self.shown, ""
 
 
 def test_without_root_a_unit_is_the_users_own(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ FIRST_TIMEOUT = timedelta(seconds=9)
 FIRST_NCCL_TIMEOUT = timedelta(seconds=60)  # to find and join all GPUs
 # Until steps are measured: loading a checkpoint, compiling, the first step of a slow host.
 UNMEASURED_TIMEOUT = timedelta(minutes=10)
-AGAIN_TIMEOUT = timedelta(seconds=20)  # to connect connected ranks once more; Gloo takes five times that
+AGAIN = 2  # times the time-out of the first connection, to connect connected ranks once more
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
@@ -92,6 +92,7 @@ class Collectives:
         # Why to give up waiting for the other ranks, or "". None: a wait ends only with its collective.
         self.interruption: Callable[[], str] | None = None
         self._others: list[Any] = []  # further process groups of its ranks
+        self._timeout = FIRST_TIMEOUT  # to connect; Gloo gives up after five times that
         self._is_abandoned = False
         self._in_flight: dict[int, tuple[Any, Any]] = {}  # id -> (work, its tensors)
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # entered by `wait`
@@ -115,6 +116,7 @@ class Collectives:
         NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the network interface.
         """
         group = cls(env, peers)
+        group._timeout = timeout
         if group.world_size > 1:
             assert store is not None
             with group._peer_errors():
@@ -399,10 +401,10 @@ class Collectives:
     def connect_again(self, name: str, ranks: Sequence[int] | None = None) -> Any:
         """A process group of torch.distributed beside this one, of `ranks`; None: of all. All ranks call it.
 
-        Connecting has the time-out AGAIN_TIMEOUT, so that it cannot hang: ranks of an elastic run then agree
-        on their members again. Its collectives have UNMEASURED_TIMEOUT. Raises RuntimeError.
+        Connecting has AGAIN times the time-out of this group, so that it cannot hang: ranks of an elastic run
+        then agree on their members again. Its collectives have UNMEASURED_TIMEOUT. Raises RuntimeError.
         """
-        made = dist.new_group(ranks, AGAIN_TIMEOUT, backend="gloo", group_desc=name)
+        made = dist.new_group(ranks, AGAIN * self._timeout, backend="gloo", group_desc=name)
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.distributed_c10d._set_pg_timeout(UNMEASURED_TIMEOUT, made)
         self._others.append(made)  # its destructor would wait for a transfer that was given up: see abandon

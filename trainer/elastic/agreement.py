@@ -6,6 +6,9 @@ restart the run. A coordinator that was elected needs a majority of the hosts in
 
 The coordinator proposes a view. Each member accepts it, and the coordinator commits it when all have. A
 member that does not accept in time is left out of the next proposal. Nothing here starts a collective.
+
+Hosts that are added to an active run have numbers from the world size on. They are members as all others, but
+do not count for the majority, which is one of the hosts at the start: so it is the same for all of these.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ VIEW_SECONDS = 60.0  # for a member to be in a view after it is ready
 QUORUM_SECONDS = 40.0  # after a loss, for a majority to be there again; members that are left wait as long
 CALM_SECONDS = 60.0  # a member that is lost again sooner waits before it may join again
 SHORTEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 5.0, 120.0
+ADDED_RANKS = 16  # the most ranks that are added to an active run
 
 
 class Coordinator:
@@ -57,6 +61,7 @@ class Coordinator:
         """
         self._keys, self.me, self._world_size, self._min_hosts = keys, me, world_size, min_hosts
         self._clock, self._sleep, self._is_replaced = clock, sleep, is_replaced
+        self._numbers = range(1, world_size + ADDED_RANKS)  # of the ranks that may join
         self._losses: dict[int, tuple[float, float]] = {}  # number -> when it was lost, and its delay then
         self._handled: dict[int, int] = {}  # number -> incarnation that was refused, has left or is lost
 
@@ -71,6 +76,7 @@ class Coordinator:
         is_loading: returns whether the rank with this number still loads; the wait then continues. expected:
         the ranks that will come; None: all. kind: device kind of a run that this rank continues from its
         memory; else "". With at least min_hosts hosts the run starts without the ranks that have not arrived.
+        Ranks that were added join in the next view: one that differs is then refused alone.
         Raises Final if the records of the members differ; Retryable if too few arrive.
         """
         began, everyone = self._clock(), set(range(self._world_size))
@@ -126,6 +132,8 @@ class Coordinator:
         return not self._too_few(members)
 
     def _too_few(self, members: Iterable[Member]) -> bool:
+        if self._is_replaced is not None:  # a majority of the hosts that elect
+            members = [member for member in members if member.number < self._world_size]
         return len({member.record.host for member in members}) < self._min_hosts
 
     def applicants(self, members: Iterable[Member]) -> list[Member]:
@@ -137,7 +145,7 @@ class Coordinator:
         """
         there = {member.number for member in members}
         admitted = []
-        for member in self._applicants(set(range(1, self._world_size)) - there):
+        for member in self._applicants(set(self._numbers) - there):
             if self._delay_of(member.number) > 0:
                 continue
             differences = compare([self.me.record, member.record])

@@ -12,6 +12,8 @@ kernel picks, and names it in its answers. A connection carries three lines of J
     {"nonce", "notice", "signature"}   from the host that asks
     {"notice", "signature"}            the answer
 
+A host that was added to an active run only asks: it learns who coordinates, and has no vote.
+
 A signature (HMAC-SHA256, with the secret of the fleet) covers both nonces, which are random, so a message
 that is repeated later has no effect. It also covers the run and its hosts.
 """
@@ -84,7 +86,7 @@ class Candidacy:
         self.store: dist.TCPStore | None = None
         self.electors: tuple[int, ...] = ()
         self._closed = threading.Event()
-        self._server = self._open()
+        self._server = None if env.is_added else self._open()
         for host in range(hosts):
             if host != env.rank:
                 threading.Thread(target=self._ask, args=(host,), name="election", daemon=True).start()
@@ -109,8 +111,9 @@ class Candidacy:
     def close(self) -> None:
         """End the threads and close the port; a process that ends does so by itself."""
         self._closed.set()
-        self._server.shutdown()
-        self._server.server_close()
+        if self._server:
+            self._server.shutdown()
+            self._server.server_close()
 
     @property
     def newer_term(self) -> bool:
@@ -188,8 +191,8 @@ class Candidacy:
 
     def _missing(self) -> str:
         """A sentence about the hosts that answer and those that are needed."""
-        reached = [self._name(host) for host in self.election.reached()]
-        absent = [name for name in self._run_file.hosts if name not in reached]
+        reached = self.election.reached()
+        absent = [name for host, name in enumerate(self._run_file.hosts) if host not in reached]
         if self.election.known == NONE and self._name(0) in absent:
             return (
                 f"{self._name(0)} does not answer at port {self._env.master_port}, and the run begins on it. "

@@ -20,7 +20,13 @@ import torch.distributed as dist
 
 from trainer.distributed.consistency import Record
 from trainer.distributed.rendezvous import JOIN_SECONDS, no_store, open_store, prefix_of
-from trainer.elastic.agreement import READY_SECONDS, VIEW_SECONDS, Coordinator, Follower
+from trainer.elastic.agreement import (
+    ADDED_RANKS,
+    READY_SECONDS,
+    VIEW_SECONDS,
+    Coordinator,
+    Follower,
+)
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import Member, StoreKeys, View
 from trainer.elastic.signed import SignedKeys, read_secret
@@ -32,10 +38,10 @@ from trainer.outcome import Final, Retryable
 
 WATCH_SECONDS = 0.25
 LATE_SECONDS = 2.0  # without a status, which comes every second: the member is queried
-SILENT_SECONDS = 5.0  # without a status: a member that does not answer is lost
+SILENT_SECONDS = 4.0  # without a status: a member that does not answer is lost
 QUERY_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
-LOST_STORE_SECONDS = 6.0  # without an answer of the store, a member gives up
+LOST_STORE_SECONDS = 5.0  # without an answer of the store, a member gives up
 LOST_STORE = (
     f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
     "Its host is off, asleep or cut off, or its rank is frozen."
@@ -382,7 +388,7 @@ class Membership:
         """On the coordinator, start to send the shared state to ranks that have asked for it."""
         if self.send_state is None:
             return
-        for number in set(range(self.env.world_size)) - set(view.numbers):
+        for number in set(range(self.env.world_size + ADDED_RANKS)) - set(view.numbers):
             token = keys.get(f"fetch/{number}")
             if token and token not in self._fetched:
                 self._fetched.add(token)
@@ -406,12 +412,12 @@ class Membership:
             self._broken = view.generation, reason
 
     def _is_silent(self, member: Member) -> bool:
-        age = self._age(member.number) if member.number != self.env.rank else None
-        if age is None or age < LATE_SECONDS:
+        if member.number == self.env.rank or (self._age(member.number) or 0.0) < LATE_SECONDS:
             return False
         result = self._query(member)
+        age = self._age(member.number) or 0.0  # a status may have arrived meanwhile
         is_silent = age >= SILENT_SECONDS and result != EndpointResult.ANSWERS
-        return is_silent or result == EndpointResult.REFUSES
+        return is_silent or (result == EndpointResult.REFUSES and age >= LATE_SECONDS)
 
     def _is_dead(self, member: Member) -> bool:
         """Whether a member cannot be ready: it is suspected or silent, or its health endpoint refuses."""

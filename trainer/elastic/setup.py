@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -257,5 +258,8 @@ class ElasticSetup(RunSetup):
         fixed, rows = self.run_file.fixed_shares, self.plan.rows_per_step
         if not fixed:
             return equal_split(rows, len(view.members))
-        launched = [(number + self.env.first_host) % len(fixed) for number in view.numbers]
-        return split_rows([1 / fixed[rank] for rank in launched], rows)
+        hosts, first = self.env.world_size, self.env.first_host
+        launched = [(number + first) % hosts for number in view.numbers if number < hosts]
+        weights = [fixed[rank] for rank in launched]
+        added = len(view.members) - len(launched)
+        return split_rows([1 / each for each in [*weights, *added * [statistics.median(fixed)]]], rows)

@@ -32,6 +32,10 @@ from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
 CHUNK_BYTES = 4 * 2**20
+# The interval between copies, in seconds, and its least value as a multiple of what a copy costs: so training
+# pauses for half a percent of the time, and a copy is on the way for a twentieth of it.
+SHORTEST_INTERVAL, LONGEST_INTERVAL = 2.0, 60.0
+PAUSES, TRANSFERS = 200, 20
 MODEL = "model"  # of a path MODEL/NAME; other paths are NAME/STATE
 
 
@@ -94,6 +98,12 @@ class Snapshots:
     def age(self) -> float:
         """Seconds since a copy was started, or since the process group was opened."""
         return time.monotonic() - self._started_at
+
+    @property
+    def interval(self) -> float:
+        """Seconds from one copy to the next, so that copies cost little: by what the newest one has cost."""
+        cost = max(PAUSES * self.pause, TRANSFERS * self.seconds)
+        return min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, cost))
 
     @property
     def is_busy(self) -> bool:

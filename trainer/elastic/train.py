@@ -2,7 +2,7 @@
 
 After a step, the members that stay and those that join connect again and continue from a copy of the state
 on the coordinator. In an orderly change the copy is of that step, so nothing is lost. After a loss it is the
-newest one, at most `snapshot_seconds` old; the steps since then are trained again, on the same rows.
+newest one, at most a minute old; the steps since then are trained again, on the same rows.
 
 With sync=local no copies are needed: each rank continues from its own parameters (trainer/sync/local.py).
 
@@ -227,7 +227,8 @@ class ElasticTrainer(Trainer):
         report = super()._step_report(loss_sum, seconds, step)
         copies, wanted = self.copies, self.env.is_coordinator and self.group.world_size > 1
         wanted = wanted and not self._is_local
-        due = wanted and copies.age >= self.config.snapshot_seconds and not copies.is_busy
+        seconds = self.config.snapshot_seconds or copies.interval
+        due = wanted and copies.age >= seconds and not copies.is_busy
         return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due)
 
     def _start_copy(self) -> None:

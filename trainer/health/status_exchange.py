@@ -15,7 +15,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -56,7 +56,8 @@ class StatusExchange:
     def __init__(self, env: RankEnv) -> None:
         self._env, self._prefix, self.is_started = env, "", False
         self._key = f"status/{env.rank}"
-        self._others = {rank: f"status/{rank}" for rank in range(env.world_size) if rank != env.rank}
+        self._others: dict[int, str] = {}
+        self.expect(set(range(env.world_size)) - {env.rank})
         self._status: Callable[[], RunStatusRecord] = RunStatusRecord
         self._number = 0
         self._lock = threading.Lock()  # of the connection
@@ -64,6 +65,10 @@ class StatusExchange:
         self._try_at = 0.0
         self._stopped = threading.Event()
         self.received: dict[int, ReceivedStatus] = {}
+
+    def expect(self, ranks: Iterable[int]) -> None:
+        """Read the run status of these ranks too, besides those at the start of the run."""
+        self._others = {**self._others, **{rank: f"status/{rank}" for rank in ranks}}
 
     def start(self, prefix: str, status: Callable[[], RunStatusRecord]) -> None:
         """Start the thread. prefix: of the keys in the store. status: returns the run status of this rank."""
@@ -116,10 +121,11 @@ class StatusExchange:
         return dist.PrefixStore(self._prefix, store)
 
     def _read(self, store: dist.Store) -> None:
-        there = [rank for rank, key in self._others.items() if rank in self.received or store.check([key])]
+        others = self._others
+        there = [rank for rank, key in others.items() if rank in self.received or store.check([key])]
         if not there:
             return
-        for rank, raw in zip(there, store.multi_get([self._others[rank] for rank in there]), strict=True):
+        for rank, raw in zip(there, store.multi_get([others[rank] for rank in there]), strict=True):
             with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):  # no run status
                 values = json.loads(raw)
                 number, before = values["number"], self.received.get(rank)

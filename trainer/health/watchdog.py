@@ -116,6 +116,7 @@ class Watchdog:
         """
         self.set_peers(peers, endpoints)
         self._others, self._elastic = set(self._peers), True
+        self._exchange.expect(self._others)
 
     def status_age(self, rank: int) -> float | None:
         """Seconds since the last status of `rank` arrived; None before the first."""

@@ -20,7 +20,8 @@ MICRO_BATCH = "NANOFLEET_DEVICE_BATCH_SIZE"  # of a host with less memory than t
 class RankEnv:
     """Rank, world size, host and rendezvous address of this process.
 
-    rank, world_size: the number of this rank, from 0, and the number of ranks.
+    rank, world_size: the number of this rank, from 0, and the number of ranks at the start of the run. A host
+        that was added to an active elastic run has a rank from world_size on.
     local_rank, local_world_size: the same among the ranks of this host.
     host: name of this host.
     master_addr, master_port: address and port of the rendezvous store; "" and 0 with one rank.
@@ -96,7 +97,12 @@ class RankEnv:
     @property
     def launch_rank(self) -> int:
         """The rank that this process had at launch. It stays when another host becomes the coordinator."""
-        return (self.rank + self.first_host) % self.world_size
+        return self.rank if self.is_added else (self.rank + self.first_host) % self.world_size
+
+    @property
+    def is_added(self) -> bool:
+        """Whether this host was added to an active elastic run. It trains, but has no part in elections."""
+        return self.rank >= self.world_size
 
     def coordinated_by(self, host: int, port: int) -> RankEnv:
         """The environment of this process after the host with the index `host` has become the coordinator.
@@ -106,7 +112,7 @@ class RankEnv:
         """
         return replace(
             self,
-            rank=(self.launch_rank - host) % self.world_size,
+            rank=self.rank if self.is_added else (self.launch_rank - host) % self.world_size,
             master_addr=self.addresses[host],
             master_port=port,
             first_host=host,

@@ -1,0 +1,58 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: let an active unit exchange packets with more addresses, also after a boot."""
+
+from __future__ import annotations
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
+from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import own_scope, run, unit_name
+
+PROPERTY = "IPAddressAllow"
+
+
+def missing(shown: str, addresses: list[str]) -> list[str]:
+    """The addresses that are not allowed yet. shown: value of the property as systemctl show prints it."""
+    allowed = {network.removesuffix("/32").removesuffix("/128") for network in shown.split()}
+    return [each for each in addresses if each != "localhost" and each not in allowed]
+
+
+def allow(name: str, addresses: list[str], check: bool) -> list[str]:
+    """Let the unit `name` exchange packets with `addresses`; returns those that it could not before.
+
+    check: only return them. A unit of systemd --user has no such restriction. Raises OSError; RuntimeError
+    if systemctl fails.
+    """
+    if own_scope() == "user":
+        return []
+    code, shown, err = run(["systemctl", "show", "--value", f"--property={PROPERTY}", "--", name])
+    if code:
+        raise RuntimeError(err or "systemctl show failed")
+    new = missing(shown, addresses) if shown.strip() else []
+    if new and not check:
+        values = [f"{PROPERTY}={address}" for address in new]
+        code, _out, err = run(["systemctl", "set-property", "--runtime", "--", name, *values])
+        if code:
+            raise RuntimeError(err or "systemctl set-property failed")
+        boot_entry.allow(name, new)
+    return new
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "name": {"type": "str", "required": True},
+            "addresses": {"type": "list", "elements": "str", "required": True},
+        },
+        supports_check_mode=True,
+    )
+    name, addresses = unit_name(module.params["name"]), module.params["addresses"]
+    try:
+        new = allow(name, addresses, module.check_mode)
+    except (OSError, RuntimeError) as error:
+        module.fail_json(msg=f"{name} cannot be given more addresses: {error}")
+    module.exit_json(changed=bool(new), allowed=new)
+
+
+if __name__ == "__main__":
+    main()
