@@ -44,7 +44,7 @@ SETTINGS = {
     "total_batch_size": 4096,
     "sequence_len": 256,
     "sync": "exact",
-    "snapshot_seconds": 20,
+    "snapshot_seconds": "auto",
     "steps": 1_000_000,
     "eval_every": 0,
     "sample_every": 0,
@@ -249,8 +249,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="EVENT", help="these events, as in the table"
     )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the run, such as depth=8"
+    )
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
     args = parser.parse_args(argv)
+    args.settings = {**SETTINGS, **dict(each.split("=", 1) for each in args.set)}
     args.out.mkdir(parents=True, exist_ok=True)
     origin = {
         **record.origin("python -m benchmarks.elastic"),
@@ -258,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
         "load": round(os.getloadavg()[0], 1),
         "hosts": args.hosts,
         "away_seconds": AWAY_SECONDS,
-        "settings": SETTINGS,
+        "settings": args.settings,
     }
     content: dict[str, Any] = {**origin}
     for elastic, repeats in ((True, args.repeats), (False, args.restarts)):
@@ -272,7 +276,7 @@ def run(args: argparse.Namespace, elastic: bool, repeats: int, content: dict[str
     """Start a run, let each event happen `repeats` times, and add the medians to `content`."""
     key = "elastic" if elastic else "restart"
     lab = Lab(args.lab, args.hosts, args.data_dir.resolve(), f"{key}-{int(time.time())}")
-    settings = {**SETTINGS, "elastic": str(elastic).lower(), "data_dir": lab.data_dir}
+    settings = {**args.settings, "elastic": str(elastic).lower(), "data_dir": lab.data_dir}
     lab.play("train.yml", run_id=lab.run_id, **settings)
     try:
         lab.read()
@@ -355,7 +359,7 @@ def block(content: Mapping[str, Any]) -> str:
         f"**Measured in containers on one machine** ({content['machine']}), {hosts} hosts with one thread "
         f"each on its cores (load of other programs before: {content['load']:g}): `{content['command']}`, "
         f"commit `{content['commit']}`, {content['date']}. Depth {settings['depth']}, "
-        f"{settings['total_batch_size']:,} tokens in a step, `sync={settings['sync']}`, "
+        f"{int(settings['total_batch_size']):,} tokens in a step, `sync={settings['sync']}`, "
         f"`snapshot_seconds={settings['snapshot_seconds']}`. "
         f"Medians of up to {counts['elastic']}{beside}. A host that is frozen, cut off, stopped or without "
         f"power is there again after {content['away_seconds']:.0f} s; *back after* counts from then.\n\n"

@@ -127,8 +127,19 @@ def result(lab: Lab, soak: Soak) -> dict[str, Any]:
         "steps": len(set(done)),
         "repeated": repeated(lab.inside(host, f"cat {folder}/train.log") for host in range(1, lab.hosts + 1)),
         "goodput": round(share, 3),
+        "idle": round(idle(lab.steps, soak.began, soak.ended), 3),
         "step_seconds": {str(count): round(each, 3) for count, each in medians.items()},
     }
+
+
+def idle(steps: Mapping[tuple[float, int], float], began: float, ended: float) -> float:
+    """The share of the time in which no step was computed that was completed.
+
+    steps: (time, step) -> its seconds. began, ended: times, as those of the steps.
+    """
+    ordered = sorted((at, seconds) for (at, _), seconds in steps.items() if began < at <= ended)
+    gaps = [at - before - seconds for (before, _), (at, seconds) in itertools.pairwise(ordered)]
+    return sum(gap for gap in gaps if gap > 0) / (ended - began)
 
 
 def repeated(logs: Iterable[str]) -> int:
@@ -183,6 +194,7 @@ def block(content: Mapping[str, Any]) -> str:
         f"{content['repeated']} of them again. The goodput is {content['goodput']:.0%}: the steps that were "
         "trained, of those that the members of each moment could have trained. The median step took "
         f"{seconds} rank(s)."
+        + (f" In {content['idle']:.0%} of the time no step was computed." if "idle" in content else "")
     )
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,7 +77,7 @@ case $?-$event in
   0-end) exit 0 ;;
   1-*)
     {disable}; {disable_sleep} 2>/dev/null
-    rm -f {script}; rmdir {folder} 2>/dev/null && rm -f {templates}; exit 0 ;;
+    rm -rf {allowed}; rm -f {script}; rmdir {folder} 2>/dev/null && rm -f {templates}; exit 0 ;;
   *) exit 1 ;;
 esac
 """
@@ -88,6 +89,11 @@ def _folders(scope: str) -> tuple[str, str]:
         return "/etc/nanofleet", "/etc/systemd/system"
     home = os.path.expanduser("~/.config")
     return f"{home}/nanofleet", f"{home}/systemd/user"
+
+
+def _allowed(name: str) -> str:
+    """The folder in which systemd keeps the addresses that allow_addresses has added to a unit."""
+    return f"/run/systemd/system.control/{PREFIX}{run_of_unit(name)}.service.d"
 
 
 def instance(name: str, template: str = TEMPLATE) -> str:
@@ -127,6 +133,7 @@ def script(name: str, start: Sequence[str], condition: Sequence[str], user: str,
         start=shlex.join([start[0], "--no-block", *start[1:]]),
         disable=systemctl("disable", instance(name)),
         disable_sleep=systemctl("disable", instance(name, SLEEP_TEMPLATE)),
+        allowed=shlex.quote(_allowed(name)),
         script=shlex.quote(f"{folder}/{run_of_unit(name)}.sh"),
         folder=shlex.quote(folder),
         templates=shlex.join([f"{units}/{TEMPLATE}", f"{units}/{SLEEP_TEMPLATE}"]),
@@ -182,6 +189,8 @@ def remove(name: str, scope: str) -> None:
     if os.path.exists(f"{units}/{SLEEP_TEMPLATE}"):
         run([*control, "disable", instance(name, SLEEP_TEMPLATE)])
     os.unlink(f"{folder}/{run_of_unit(name)}.sh")
+    if scope == "system":
+        shutil.rmtree(_allowed(name), ignore_errors=True)
     if not os.listdir(folder):
         os.rmdir(folder)
         os.unlink(f"{units}/{TEMPLATE}")

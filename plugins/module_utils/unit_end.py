@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -57,8 +56,6 @@ def stop(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
         stopped = read_unit(name, time.time(), scope)
         if code and is_up(stopped):
             raise UnitError(f"systemd did not stop {name}: {err}", {"unit": stopped})
-    if scope == "system":  # what allow_addresses has made
-        shutil.rmtree(f"/run/systemd/system.control/{name}.d", ignore_errors=True)
     # systemd may record a unit that was stopped on request as failed.
     if (running or reset) and read_unit(name, time.time(), scope)["active_state"] == "failed":
         run([*control, "reset-failed", "--", name])

@@ -6,9 +6,13 @@ Half an hour in `make test-faults`; a shorter one:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,9 +45,18 @@ def test_a_disturbed_run_has_the_losses_of_an_undisturbed_one(
     lab: Lab, dataset: Path, tmp_path: Path
 ) -> None:
     lab.wait(lambda: len(lab.steps) > CALM_STEPS, "the first steps")
-    soak = disturb(lab, MINUTES, SEED, lambda line: print(line, flush=True))
+    fetched, ended = tmp_path / "checkpoints", threading.Event()
+    fetched.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(fetch_checkpoints, lab, fetched, ended)
+        try:
+            soak = disturb(lab, MINUTES, SEED, lambda line: print(line, flush=True))
+        finally:
+            ended.set()
+        fetching.result()
     print(result(lab, soak), flush=True)
     lab.play("stop.yml", run_id=RUN_ID)
+    fetch(lab, fetched)
     losses: dict[int, dict[int, float]] = {}
     for host in range(1, HOSTS + 1):
         assert lab.inside(host, f"{RANK} || true") == ""
@@ -52,7 +65,22 @@ def test_a_disturbed_run_has_the_losses_of_an_undisturbed_one(
         losses[host] = {line["step"]: line["loss"] for line in lines if "loss" in line}
         assert list(losses[host]) == list(range(1, len(losses[host]) + 1)), f"host {host}: no step is missing"
 
-    (tmp_path / "checkpoints").mkdir()
-    for host in range(1, HOSTS + 1):
-        lab.podman("cp", f"{lab.host(host)}:{RUNS}/{RUN_ID}/checkpoints/.", str(tmp_path / "checkpoints"))
     check_losses(tmp_path, dataset, losses, num_iterations=STEPS)
+
+
+def fetch_checkpoints(lab: Lab, folder: Path, ended: threading.Event) -> None:
+    """Fetch the checkpoints of all hosts again and again: a host removes those that its coordinator lacks."""
+    while not ended.wait(5):
+        fetch(lab, folder)
+
+
+def fetch(lab: Lab, folder: Path) -> None:
+    """Fetch the checkpoints of all hosts that are on; one that is removed meanwhile is left out."""
+    new = folder / "new"
+    for host in range(1, HOSTS + 1):
+        with contextlib.suppress(SystemExit):
+            for name in lab.inside(host, f"cd {RUNS}/{RUN_ID}/checkpoints && ls -d step_*").split():
+                if not (folder / name).exists():
+                    shutil.rmtree(new, ignore_errors=True)
+                    lab.podman("cp", f"{lab.host(host)}:{RUNS}/{RUN_ID}/checkpoints/{name}", str(new))
+                    new.rename(folder / name)

@@ -76,3 +76,8 @@ def test_what_was_planted_is_ended_after_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit, match="podman fails"):
         elastic_soak.disturb(elastic.Lab("lab", 5, Path()), 1.0, 1, lambda line: None)
     assert did == ["plant", "plant", "fix"]
+
+
+def test_the_time_without_a_step_is_that_between_completed_steps() -> None:
+    steps = {(1.0, 1): 1.0, (2.0, 2): 1.0, (7.0, 3): 1.0, (8.5, 4): 1.5, (30.0, 5): 1.0}
+    assert elastic_soak.idle(steps, 0.0, 10.0) == pytest.approx(0.4)
