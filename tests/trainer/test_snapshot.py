@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.distributed.process_group import Collectives
 from trainer.distributed.tensor_format import formats_of
-from trainer.elastic.snapshot import Copy, state_of
+from trainer.elastic.snapshot import Copy, Snapshots, state_of
+from trainer.host.rank_env import RankEnv
 
 ROWS = [torch.tensor([0, 3]), torch.tensor([1, 4]), torch.tensor([2])]
 
@@ -37,3 +39,14 @@ def test_each_row_is_that_of_its_owner_on_every_holder(holder: int) -> None:
     assert state.optim["table"]["moment"][:, 0].tolist() == [10, 11, 12, 10, 11]
     assert [state.optim[f"matrix{rank}"]["moment"].item() for rank in range(3)] == [0, 1, 2]
     assert int(state.optim["scale"]["step"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("pause", "seconds", "interval"),
+    [(0.0, 0.0, 2.0), (0.05, 0.1, 10.0), (0.01, 1.0, 20.0), (0.3, 12.0, 60.0)],
+    ids=["nothing is measured", "the pause", "the transfer", "a large model"],
+)
+def test_a_copy_is_due_as_often_as_it_costs_little(pause: float, seconds: float, interval: float) -> None:
+    copies = Snapshots(Collectives(RankEnv(), []), None)
+    copies.pause, copies.seconds = pause, seconds
+    assert copies.interval == pytest.approx(interval)
