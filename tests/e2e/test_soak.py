@@ -65,7 +65,7 @@ def test_a_disturbed_run_has_the_losses_of_an_undisturbed_one(
         losses[host] = {line["step"]: line["loss"] for line in lines if "loss" in line}
         assert list(losses[host]) == list(range(1, len(losses[host]) + 1)), f"host {host}: no step is missing"
 
-    check_losses(tmp_path, dataset, losses, run_id=RUN_ID, num_iterations=STEPS)
+    check_losses(tmp_path, dataset, losses, run_id=RUN_ID, sync="exact", num_iterations=STEPS)
 
 
 def fetch_checkpoints(lab: Lab, folder: Path, ended: threading.Event) -> None:
