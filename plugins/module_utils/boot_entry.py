@@ -169,16 +169,20 @@ def write(
         raise RuntimeError(f"{' and '.join(enabled)} cannot be enabled: {err}")
 
 
-def allow(name: str, addresses: Sequence[str]) -> None:
-    """Let the unit also exchange packets with `addresses` after a boot. Raises OSError.
+def allow(name: str, addresses: Sequence[str], check: bool) -> list[str]:
+    """Let the unit also exchange packets with `addresses` after a boot; returns those that are new to it.
 
-    name: of a unit in the scope `system`. Without a boot entry nothing is changed.
+    name: of a unit in the scope `system`. check: only return them. Without a boot entry, or if the unit is
+    not restricted to addresses, the result is empty. Raises OSError.
     """
-    path = Path(_folders("system")[0]) / f"{run_of_unit(name)}.sh"
-    if path.exists():
-        text, denied = path.read_text(encoding="utf-8"), "--property=IPAddressDeny=any"
-        more = [f"--property=IPAddressAllow={address}" for address in addresses]
-        write_whole(str(path), text.replace(denied, shlex.join([denied, *more])), 0o700)
+    path, denied = Path(_folders("system")[0]) / f"{run_of_unit(name)}.sh", "--property=IPAddressDeny=any"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    words = {address: f"--property=IPAddressAllow={address}" for address in addresses}
+    new = [address for address, word in words.items() if denied in text and word not in text.split()]
+    if new and not check:
+        more = shlex.join([denied, *(words[address] for address in new)])
+        write_whole(str(path), text.replace(denied, more), 0o700)
+    return new
 
 
 def remove(name: str, scope: str) -> None:

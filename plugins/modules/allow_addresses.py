@@ -20,22 +20,23 @@ def missing(shown: str, addresses: list[str]) -> list[str]:
 def allow(name: str, addresses: list[str], check: bool) -> list[str]:
     """Let the unit `name` exchange packets with `addresses`; returns those that it could not before.
 
-    check: only return them. A unit of systemd --user has no such restriction. Raises OSError; RuntimeError
-    if systemctl fails.
+    A unit that is not active, as on a host that has left its run, gets them in its boot entry. check: only
+    return them. A unit of systemd --user has no such restriction. Raises OSError; RuntimeError if systemctl
+    fails.
     """
     if own_scope() == "user":
         return []
     code, shown, err = run(["systemctl", "show", "--value", f"--property={PROPERTY}", "--", name])
     if code:
         raise RuntimeError(err or "systemctl show failed")
+    at_boot = boot_entry.allow(name, addresses, check)
     new = missing(shown, addresses) if shown.strip() else []
     if new and not check:
         values = [f"{PROPERTY}={address}" for address in new]
         code, _out, err = run(["systemctl", "set-property", "--runtime", "--", name, *values])
         if code:
             raise RuntimeError(err or "systemctl set-property failed")
-        boot_entry.allow(name, new)
-    return new
+    return list(dict.fromkeys([*new, *at_boot]))
 
 
 def main() -> None:

@@ -107,6 +107,11 @@ class ElasticRun:
         folder = Path(f"/proc/{self.processes[rank].pid}/fd")
         return [Path(os.readlink(path)).name for path in folder.iterdir() if path.is_symlink()]
 
+    def lose(self, rank: int) -> None:
+        """Kill a rank without warning."""
+        self.processes[rank].kill()
+        self.processes[rank].wait()
+
     def kill(self) -> None:
         """Kill the ranks that have not ended."""
         for process in self.processes.values():

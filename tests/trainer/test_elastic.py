@@ -53,8 +53,7 @@ def test_a_killed_rank_is_left_behind_and_joins_again(elastic: Begin, undisturbe
     run = elastic(3, snapshot_seconds=1)
     run.reach(15)
     before = run.resources()
-    run.processes[2].kill()
-    run.processes[2].wait()
+    run.lose(2)
     assert run.has_ranks(2) < 10
     run.start(2)
     run.has_ranks(3)
@@ -74,8 +73,7 @@ def test_a_host_that_is_added_trains_with_the_others(elastic: Begin, undisturbed
     run.reach(15)
     run.start(2)
     run.has_ranks(3)
-    run.processes[2].kill()
-    run.processes[2].wait()
+    run.lose(2)
     assert run.has_ranks(2) < 10
     run.start(2)
     run.has_ranks(3)

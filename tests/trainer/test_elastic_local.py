@@ -60,8 +60,7 @@ def check_steps(run: ElasticRun) -> None:
 def test_a_lost_rank_costs_the_others_no_step_and_joins_again(begin: Begin, knobs: dict[str, Any]) -> None:
     run = begin(3, **knobs)
     run.reach(13)
-    run.processes[2].kill()
-    run.processes[2].wait()
+    run.lose(2)
     assert run.has_ranks(2) < 10
     run.start(2)
     run.has_ranks(3)
@@ -91,8 +90,7 @@ def test_a_rank_that_is_slow_for_longer_than_the_grace_is_left_behind(begin: Beg
 def test_the_others_continue_when_the_coordinator_is_lost(begin: Begin) -> None:
     run = begin(3, FailoverRun)
     run.reach(13)
-    run.processes[0].kill()
-    run.processes[0].wait()
+    run.lose(0)
     run.leader = 1
     run.has_ranks(2)
     assert "in the memory of this host" in run.log(1)

@@ -66,8 +66,7 @@ def test_the_others_elect_a_coordinator_and_the_former_one_joins_it(
     run = failover(3, snapshot_seconds=1)
     run.reach(25)
     assert [run.term(rank) for rank in range(3)] == [0, 0, 0]
-    run.processes[0].kill()
-    run.processes[0].wait()
+    run.lose(0)
     run.leader = 1
     run.has_ranks(2)
     assert run.term(1) == run.term(2) == 1
@@ -130,14 +129,12 @@ def test_a_host_that_was_added_follows_each_coordinator_and_has_no_vote(
     run.reach(15)
     run.start(3)
     run.has_ranks(4)
-    run.processes[0].kill()
-    run.processes[0].wait()
+    run.lose(0)
     run.leader = 1
     run.reach(40)
     run.has_ranks(3)
     assert run.log(3).count("Importing torch") <= 1  # in the same process
-    run.processes[2].kill()
-    run.processes[2].wait()
+    run.lose(2)
     time.sleep(3)
     step = int(run.status()["step"])
     time.sleep(4)

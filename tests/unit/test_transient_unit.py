@@ -134,7 +134,8 @@ def test_an_active_unit_meets_a_new_host_now_and_after_a_boot(
     systemd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, wanted = "nanofleet-a.service", ["localhost", "10.0.0.1", "10.0.0.3"]
-    start = ["systemd-run", "--property=IPAddressDeny=any", "--property=IPAddressAllow=10.0.0.1", "--", "x"]
+    known = [f"--property=IPAddressAllow={address}" for address in ("localhost", "10.0.0.1")]
+    start = ["systemd-run", "--property=IPAddressDeny=any", *known, "--", "x"]
     (systemd / "units").mkdir()
     boot_entry.write(name, start, ["true"], "", "system")
     allowed = "127.0.0.0/8 ::1/128 10.0.0.1/32"
@@ -145,10 +146,14 @@ def test_an_active_unit_meets_a_new_host_now_and_after_a_boot(
     assert call(allow_addresses, monkeypatch, **given)["changed"]
     assert answered.asked[-1] == f"systemctl set-property --runtime -- {name} IPAddressAllow=10.0.0.3"
     script = (systemd / "etc" / "a.sh").read_text()
-    assert "--property=IPAddressAllow=10.0.0.3 --property=IPAddressAllow=10.0.0.1 -- x" in script
+    assert " ".join(["--property=IPAddressAllow=10.0.0.3", *known, "-- x"]) in script
     monkeypatch.setattr(allow_addresses, "run", Answers(f"{allowed} 10.0.0.3/32"))
     assert not call(allow_addresses, monkeypatch, **given)["changed"]
     monkeypatch.setattr(allow_addresses, "run", Answers(""))
+    assert not call(allow_addresses, monkeypatch, **given)["changed"], "it is not active"
+    given["addresses"] = [*wanted, "10.0.0.33"]
+    assert call(allow_addresses, monkeypatch, **given)["allowed"] == ["10.0.0.33"], "in its boot entry"
+    boot_entry.write(name, ["systemd-run", "--", "x"], ["true"], "", "system")
     assert not call(allow_addresses, monkeypatch, **given)["changed"], "it is not restricted to addresses"
 
 
