@@ -2,7 +2,7 @@
 
 In a few hundred steps of this model the last digit of a sum grows to a thousandth of the loss, in
 a run without any event too: two runs from step 0 with other micro-batches differ as much. From one checkpoint
-to the next it cannot.
+to the next, about a hundred steps later, it is still below the tolerance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from .test_elastic import undisturbed
 
-MOST_STEPS = 600  # between two checkpoints
+MOST_STEPS = 300  # between two checkpoints: rounding grows tenfold in as few as 35 steps
 
 
 def check_losses(

@@ -26,7 +26,7 @@ from .elastic_status import elastic_lab
 MINUTES = float(os.environ.get("NANOFLEET_FAULTS_MINUTES", "30"))
 SEED = int(os.environ.get("NANOFLEET_FAULTS_SEED", "1"))
 HOSTS, STEPS, RUN_ID = 3, 100_000, "soak"
-SETTINGS = {"steps": STEPS, "save_minutes": 0.4, "keep_checkpoints": 1000, "snapshot_seconds": "auto"}
+SETTINGS = {"steps": STEPS, "save_minutes": 0.12, "keep_checkpoints": 1000, "snapshot_seconds": "auto"}
 
 pytestmark = [
     pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300 * MINUTES + 3600),
