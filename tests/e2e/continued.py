@@ -1,13 +1,14 @@
 """The losses of a disturbed run, against those of one rank that continues from each of its checkpoints.
 
-In a few hundred steps of this model the last digit of a sum grows to a thousandth of the loss, in
-a run without any event too: two runs from step 0 with other micro-batches differ as much. From one checkpoint
-to the next, about a hundred steps later, it is still below the tolerance.
+Training amplifies rounding: two undisturbed runs from step 0 with other micro-batches differ by a thousandth
+after 1,400 steps of this model, and in between tenfold more in as few as 15 steps. So a disturbed run may
+differ from an undisturbed one by 1e-10, or where two undisturbed runs differ by more, by WIDER times as much.
 """
 
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,8 @@ import pytest
 
 from .test_elastic import undisturbed
 
-MOST_STEPS = 300  # between two checkpoints: rounding grows tenfold in as few as 35 steps
+MOST_STEPS = 300  # between two checkpoints
+TOLERANCE, WIDER = 1e-10, 100.0
 
 
 def check_losses(
@@ -29,17 +31,29 @@ def check_losses(
     assert max(end - start for start, end in pieces) < MOST_STEPS, saved
     with ThreadPoolExecutor(2) as pool:
         continued = pool.map(lambda piece: _continue(folder, dataset, *piece, **settings), pieces)
-        for (start, _), expected in zip(pieces, continued, strict=True):
-            for step, loss in enumerate(expected, start + 1):
+        for (start, _), (expected, others) in zip(pieces, continued, strict=True):
+            drift = 0.0
+            for step, (loss, other) in enumerate(zip(expected, others, strict=True), start + 1):
+                drift = max(drift, abs(other / loss - 1))
                 for host, found in losses.items():
                     where = f"step {step} on host {host}, from the checkpoint of step {start}"
-                    assert found.get(step, loss) == pytest.approx(loss, rel=1e-10), where
+                    allowed = max(TOLERANCE, WIDER * drift)
+                    assert found.get(step, loss) == pytest.approx(loss, rel=allowed), where
 
 
-def _continue(folder: Path, dataset: Path, start: int, end: int, **settings: object) -> list[float]:
-    """The losses of the steps `start` + 1 to `end` of one rank, from the checkpoint of step `start`."""
-    run_dir, name = folder / f"from-{start}", f"step_{start:06}"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    if start:
-        (folder / "checkpoints" / name).rename(run_dir / "checkpoints" / name)
-    return undisturbed(dataset, run_dir, end - start, **settings)[: end - start]
+def _continue(
+    folder: Path, dataset: Path, start: int, end: int, **settings: object
+) -> tuple[list[float], list[float]]:
+    """The losses of the steps `start` + 1 to `end` of one rank, from the checkpoint of step `start`.
+
+    Twice, with other micro-batches.
+    """
+    found, name = [], f"step_{start:06}"
+    for rows in (8, 2):
+        run_dir = folder / f"from-{start}-{rows}"
+        (run_dir / "checkpoints").mkdir(parents=True)
+        if start:
+            shutil.copytree(folder / "checkpoints" / name, run_dir / "checkpoints" / name)
+        losses = undisturbed(dataset, run_dir, end - start, **{**settings, "device_batch_size": rows})
+        found.append(losses[: end - start])
+    return found[0], found[1]
