@@ -19,6 +19,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -38,6 +39,7 @@ RUNS = "/var/lib/nanofleet/runs"
 AWAY_SECONDS = 20.0
 CALM_STEPS = 5  # of all ranks before the next event
 POLL_SECONDS = 1.0
+AGAIN = re.compile(r"The ranks continue after step (\d+), .* stopped\. (\d+) step\(s\) are trained again")
 RANK = "pgrep -u nanofleet -f -- '-u -m trainer train'"
 SETTINGS = {
     "depth": 4,
@@ -92,7 +94,7 @@ class Lab:
     def read(self, lines: str = "60") -> None:
         """Keep the newest lines of metrics.jsonl (`lines` as for tail -n: +1 for all).
 
-        A run that its units restart removes the lines of the steps that it repeats.
+        A run removes the lines of the steps that it repeats.
         """
         text = self.inside(self.observer, f"tail -n {lines} {RUNS}/{self.run_id}/metrics.jsonl")
         for line in map(json.loads, text.splitlines()):
@@ -100,6 +102,11 @@ class Lab:
                 self.steps[line["time"], line["step"]] = line["step_seconds"]
             elif "ranks" in line and (change := (line["time"], int(line["ranks"]))) not in self.changes:
                 self.changes.append(change)
+
+    def repeated(self) -> int:
+        """The number of steps that an elastic run has trained again, from the train.log of each host."""
+        hosts = range(1, self.hosts + 1)
+        return repeated(self.inside(host, f"cat {RUNS}/{self.run_id}/train.log") for host in hosts)
 
     def wait(self, holds: Callable[[], bool], what: str, seconds: float = 300) -> None:
         """Read metrics.jsonl until `holds` returns true.
@@ -116,6 +123,14 @@ class Lab:
     def after(self, at: float) -> list[tuple[float, int]]:
         """(time, step) of the steps after a time, in the order of time."""
         return sorted(key for key in self.steps if key[0] > at)
+
+
+def repeated(logs: Iterable[str]) -> int:
+    """The number of steps that were trained again. logs: train.log of each host."""
+    after: dict[int, int] = {}
+    for step, count in (map(int, found) for log in logs for found in AGAIN.findall(log)):
+        after[step] = max(count, after.get(step, 0))
+    return sum(after.values())
 
 
 @dataclass(frozen=True)
@@ -158,6 +173,7 @@ def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
     lab.read()
     calm = time.time()
     lab.wait(lambda: len(lab.after(calm)) >= CALM_STEPS, f"{CALM_STEPS} steps before {event.name}")
+    repeated = lab.repeated()
     planted = time.time()
     event.plant()
     fixed = time.time()
@@ -168,7 +184,8 @@ def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
         fixed = time.time()
         event.fix()
     if elastic:
-        return _elastic_figures(lab, planted, fixed)
+        figures = _elastic_figures(lab, planted, fixed)
+        return {**figures, "repeated": float(lab.repeated() - repeated)}
     return _restart_figures(lab, planted, fixed)
 
 
@@ -180,9 +197,9 @@ def _elastic_figures(lab: Lab, planted: float, fixed: float) -> dict[str, float]
     lab.wait(are_all_back, "the return of the last host")
     changes = [change for change in lab.changes if change[0] > planted]
     lost, returned = changes[0][0], changes[-1][0]
-    resumed, pause, repeated = around(lab.steps, lost)
+    resumed, pause, _ = around(lab.steps, lost)
     joined, join_pause, _ = around(lab.steps, returned)
-    figures = {"next_step": resumed - planted, "pause": pause, "repeated": float(repeated)}
+    figures = {"next_step": resumed - planted, "pause": pause}
     return {**figures, "return": joined - fixed, "join_pause": join_pause, "changes": float(len(changes))}
 
 

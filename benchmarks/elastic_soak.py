@@ -18,7 +18,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-import re
 import statistics
 import sys
 import time
@@ -36,7 +35,6 @@ EVERY_SECONDS = 45.0
 AWAY_SECONDS = 5.0, 20.0  # the least and the most
 SETTINGS = {**elastic.SETTINGS, "elastic": "true"}
 SETTLE_SECONDS = 60.0  # after the last event, for the hosts to return
-AGAIN = re.compile(r"The ranks continue after step (\d+), .* stopped\. (\d+) step\(s\) are trained again")
 
 
 @dataclass
@@ -117,7 +115,6 @@ def result(lab: Lab, soak: Soak) -> dict[str, Any]:
     lab.read(lines="+1")
     at_first = next((count for at, count in reversed(lab.changes) if at <= soak.began), lab.hosts)
     share, medians = goodput(lab.steps, lab.changes, at_first, soak.began, soak.ended)
-    folder = f"{elastic.RUNS}/{lab.run_id}"
     done = [step for (at, step) in sorted(lab.steps) if soak.began < at <= soak.ended]
     return {
         "minutes": round((soak.ended - soak.began) / 60, 1),
@@ -125,7 +122,7 @@ def result(lab: Lab, soak: Soak) -> dict[str, Any]:
         "counts": dict(sorted(soak.counts.items())),
         "changes": sum(soak.began < at <= soak.ended for at, _ in lab.changes),
         "steps": len(set(done)),
-        "repeated": repeated(lab.inside(host, f"cat {folder}/train.log") for host in range(1, lab.hosts + 1)),
+        "repeated": lab.repeated(),
         "goodput": round(share, 3),
         "idle": round(idle(lab.steps, soak.began, soak.ended), 3),
         "step_seconds": {str(count): round(each, 3) for count, each in medians.items()},
@@ -140,17 +137,6 @@ def idle(steps: Mapping[tuple[float, int], float], began: float, ended: float) -
     ordered = sorted((at, seconds) for (at, _), seconds in steps.items() if began < at <= ended)
     gaps = [at - before - seconds for (before, _), (at, seconds) in itertools.pairwise(ordered)]
     return sum(gap for gap in gaps if gap > 0) / (ended - began)
-
-
-def repeated(logs: Iterable[str]) -> int:
-    """The number of steps that were trained again, from the train.log of each host.
-
-    A new coordinator removes their lines from metrics.jsonl.
-    """
-    after: dict[int, int] = {}
-    for step, count in (map(int, found) for log in logs for found in AGAIN.findall(log)):
-        after[step] = max(count, after.get(step, 0))
-    return sum(after.values())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -54,6 +54,7 @@ def measure(lab: Lab, name: str) -> dict[str, float]:
     watched.read()
     goal = int(status(lab)["step"]) + CALM_STEPS + REPEATED_STEPS
     watched.wait(lambda: max((step for _, step in watched.steps), default=0) >= goal, f"calm before {name}")
+    repeated = lab.repeated()
     (event,) = (each for each in elastic.events(lab, coordinator) if each.name == name)
     planted = time.time()
     event.plant()
@@ -75,7 +76,8 @@ def measure(lab: Lab, name: str) -> dict[str, float]:
         watched.read()
     all_after = time.time() - fixed
     before, _ = elastic.longest_gap(watched.steps, planted)
-    resumed, _, repeated = elastic.around(watched.steps, before)
+    resumed, _, _ = elastic.around(watched.steps, before)
+    repeated = lab.repeated() - repeated
     return {"next_step": resumed - planted, "repeated": float(repeated), "all_after": all_after}
 
 

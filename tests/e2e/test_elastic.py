@@ -152,7 +152,7 @@ def test_a_worker_leaves_and_returns_in_every_way(all_three: Three, dataset: Pat
     expected = undisturbed(dataset, tmp_path / "run")
     lines = map(json.loads, three.inside(1, f"cat {RUN_DIR}/metrics.jsonl").splitlines())
     found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    assert {step for step, _ in found} == set(range(1, STEPS + 1))
+    assert [step for step, _ in found] == list(range(1, STEPS + 1))
     for step, loss in found:
         assert loss == pytest.approx(expected[step - 1], rel=1e-10), f"step {step}"
 

@@ -132,9 +132,9 @@ class ElasticRun:
 
 
 def check_losses(run: ElasticRun, expected: list[float], tolerance: float = 1e-10) -> None:
-    """Every step has the loss of the undisturbed run, also those that were trained again."""
+    """Each step is there once, with the loss of the undisturbed run, also if it was trained again."""
     lines = map(json.loads, (run.run_dir(run.leader) / "metrics.jsonl").read_text().splitlines())
     found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
-    assert {step for step, _ in found} == set(range(1, STEPS + 1))
+    assert [step for step, _ in found] == list(range(1, STEPS + 1))
     for step, loss in found:
         assert loss == pytest.approx(expected[step - 1], rel=tolerance), f"step {step}"

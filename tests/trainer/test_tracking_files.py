@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -41,6 +42,41 @@ def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
     assert JsonLines(path).last_step == 2
     JsonLines(path, last_step=-1)
     assert path.read_text() == ""
+
+
+def test_steps_that_are_trained_again_replace_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    for step in range(1, 6):
+        lines.write(step, {"loss": 1.0}, time=0.0)
+    tail = NewLines(path)
+    tail.offset = list(tail)[-1][1]
+    lines.drop_after(5)
+    assert list(tail) == []
+    lines.drop_after(3)
+    for step in range(4, 7):
+        lines.write(step, {"loss": 2.0}, time=0.0)
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in found] == [
+        (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0),
+    ]  # fmt: skip
+    assert [line["step"] for line, _ in tail] == [1, 2, 3, 4, 5, 6], "who follows the file reads it again"
+    assert lines.last_step == 6
+
+
+def test_on_a_full_disk_lines_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path)
+    for step in range(1, 6):
+        lines.write(step, {"loss": 1.0}, time=0.0)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_whole", fails)
+    lines.drop_after(3)
+    lines.write(4, {"loss": 2.0}, time=0.0)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 4]
 
 
 def test_new_lines_come_in_portions_and_whole(tmp_path: Path) -> None:

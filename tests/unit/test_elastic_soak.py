@@ -59,7 +59,7 @@ def test_the_paragraph_has_the_figures() -> None:
 def test_steps_that_were_trained_again_count_once_for_all_hosts() -> None:
     line = "The ranks continue after step {}, 4.2 s after they stopped. {} step(s) are trained again."
     logs = [line.format(90, 3), "\n".join([line.format(90, 4), line.format(200, 1)]), line.partition(".")[0]]
-    assert elastic_soak.repeated(logs) == 5
+    assert elastic.repeated(logs) == 5
 
 
 def test_what_was_planted_is_ended_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,13 +214,19 @@ class ElasticTrainer(Trainer):
             self._recover(str(error))
 
     def _read_first_batch(self, step: int) -> None:
-        """As in every run; with coordinator_failover the hosts first complete their metrics.jsonl."""
+        """As in every run; before it, metrics.jsonl is brought to this step.
+
+        Lines of steps that are trained again are dropped. With coordinator_failover each host has the file,
+        and gets the lines that it lacks.
+        """
         tracker = self.reporter.tracker
+        if tracker:
+            tracker.drop_after(step)
         if self.candidacy and tracker:
             last = self.group.gather_int64(torch.tensor([tracker.last_step])).flatten().tolist()
             source = last.index(max(last))
             lines = tracker.lines_after(min(last)) if source == self.group.rank else b""
-            tracker.add_lines(self.group.gather_bytes(lines)[source], step)
+            tracker.add_lines(self.group.gather_bytes(lines)[source])
         super()._read_first_batch(step)
 
     def _step_report(self, loss_sum: float, seconds: float, step: int) -> StepReport:

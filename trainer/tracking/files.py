@@ -12,6 +12,7 @@ tracker.json   what the server has received; only the sender writes it
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.data.files import is_full, sync_file, write_json
+from trainer.data.files import is_full, write_json, write_whole
 from trainer.tracking.names import metric_of
 
 FACTS, METRICS, SYSTEM, CURSOR = "facts.json", "metrics.jsonl", "system.jsonl", "tracker.json"
@@ -121,20 +122,40 @@ class JsonLines:
     def __init__(self, path: Path, last_step: float = math.inf) -> None:
         """Open the file `path` to append lines.
 
-        last_step: later lines are dropped, because a resumed run repeats these steps. The attribute
-        `last_step` is the step of the last line; -1 without one.
+        last_step: later lines are dropped (see `drop_after`). The attribute `last_step` is the step of the
+        last line; -1 without one.
         """
+        self._path, self._unwritten = path, bytearray()
+        self._cut(last_step)
+        self._file = self._open()
+
+    def drop_after(self, step: float) -> None:
+        """Drop the lines after `step`, because these steps are trained again. On a full disk they remain."""
+        if self.last_step > step:
+            self._file.close()
+            try:
+                self._cut(step)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+            self._file = self._open()
+
+    def _open(self) -> io.FileIO:
+        return open(self._path, "ab", buffering=0)
+
+    def _cut(self, last_step: float) -> None:
+        """Replace the file by one without the lines after `last_step` and without an incomplete last line."""
+        written = self._path.read_bytes() if self._path.exists() else b""
+        lines = (written + self._unwritten).splitlines(keepends=True)
         self.last_step = -1
-        temporary = path.with_name(f".{path.name}.tmp")
-        with open(temporary, "wb") as kept:
-            for raw, line in read_lines(path):
-                if line["step"] <= last_step:
-                    kept.write(raw)
-                    self.last_step = int(line["step"])
-            sync_file(kept)
-        os.replace(temporary, path)
-        self._unwritten = bytearray()
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        while lines:
+            line = parse(lines[-1])
+            if line and line["step"] <= last_step:
+                self.last_step = int(line["step"])
+                break
+            lines.pop()
+        write_whole(self._path, b"".join(lines))
+        self._unwritten.clear()
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Append a line of JSON. A value that is not finite becomes null.

@@ -78,15 +78,16 @@ class Tracker:
         """The lines of metrics.jsonl after `step`."""
         return b"".join(raw for raw, line in files.read_lines(self._path) if line["step"] > step)
 
-    def add_lines(self, lines: bytes, until: int) -> None:
-        """Append lines of another host's metrics.jsonl that follow the own ones.
+    def drop_after(self, step: int) -> None:
+        """Drop the lines of metrics.jsonl after `step`, because these steps are trained again."""
+        self._metrics.drop_after(step)
 
-        lines: bytes of whole lines. until: the last step that is appended.
-        """
+    def add_lines(self, lines: bytes) -> None:
+        """Append those lines of another host's metrics.jsonl that follow the own ones. lines: whole lines."""
         last = self.last_step
         for raw in lines.splitlines(keepends=True):
             line = files.parse(raw)
-            if line is not None and last < line["step"] <= until:
+            if line is not None and last < line["step"]:
                 self._metrics.append(raw, int(line["step"]))
 
     def sample(self, step: int, text: str) -> None:
