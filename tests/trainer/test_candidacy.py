@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 from conftest import free_port
 
+from trainer.checkpoint.storage import TrainState
 from trainer.config import ConfigError, RunConfig, RunFile
 from trainer.elastic import candidacy
 from trainer.elastic.candidacy import Candidacy, Signer, read_term
 from trainer.elastic.election import NONE, Notice
+from trainer.elastic.train import ElasticTrainer, LastTerm
+from trainer.health.attempt import Attempt
+from trainer.health.attempt_history import has_stepped
 from trainer.host.logger import RunLogger
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import Retryable
@@ -164,6 +168,21 @@ def test_the_term_on_the_disk(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"term\.json is damaged"):
         read_term(path, HOSTS)
+
+
+def test_a_rank_that_cannot_join_the_next_term_has_made_steps(tmp_path: Path, secret: Path) -> None:
+    """Else its unit would not start again: of a first attempt without a step, a person reads why."""
+    env = RankEnv(1, 3, 0, 1, HOSTS[1], "127.0.0.1", free_port(), addresses=ADDRESSES)
+    run_dir, log = tmp_path / "run", RunLogger(env)
+    attempt = Attempt(run_dir, env)
+    attempt.begin()
+    trainer = ElasticTrainer(RUN, tmp_path, run_dir, env, attempt, log)
+    last = LastTerm(None, None, trainer.checkpoint_writer, TrainState(step=61, loss=2.5), time.monotonic())
+    assert not has_stepped(run_dir)
+    trainer.take_part(Candidacy(env, RUN, run_dir, log), last)
+    assert has_stepped(run_dir)
+    attempt.end("retryable", "The run has ended: only two hosts can train.")
+    assert json.loads((run_dir / "outcome.json").read_text())["step"] == 61
 
 
 def test_which_runs_have_failover() -> None:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from trainer.checkpoint import storage
-from trainer.checkpoint.storage import State
+from trainer.checkpoint.storage import State, TrainState
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunFile
 from trainer.distributed.process_group import PeerLost
@@ -91,14 +91,14 @@ class LastTerm:
     """What a rank keeps of the last term for the trainer of the next one, in the same process.
 
     copy: the newest copy of the state on this rank, or None. kept: with sync=local, what this rank continues
-    from; else None. writer: writes it as a checkpoint, if there is no newer one on this host. step: number of
-    steps that were completed. ended: when training stopped, as time.monotonic().
+    from; else None. writer: writes it as a checkpoint, if there is no newer one on this host. train_state:
+    of the steps that were completed. ended: when training stopped, as time.monotonic().
     """
 
     copy: Copy | None
     kept: Kept | None
     writer: CheckpointWriter
-    step: int
+    train_state: TrainState
     ended: float
 
 
@@ -129,6 +129,9 @@ class ElasticTrainer(Trainer):
         if last is None:
             return
         self._last_term, self.continues = last, True
+        # If this rank cannot join the others, the outcome and the run status show what it has trained before.
+        self.reporter.train_state = last.train_state
+        self.reporter.update(loss=last.train_state.loss)
         # Others may have trained since in a term that this host missed: then the newest checkpoint counts.
         state, coordinates = last.copy or last.kept, self.env.is_coordinator
         is_newest = state is not None and state.term == candidacy.election.previous
@@ -161,7 +164,7 @@ class ElasticTrainer(Trainer):
             return end
 
         self.attempt.before_end = complete
-        return LastTerm(copy, kept, writer, self.reporter.train_state.step, self._stopped_at)
+        return LastTerm(copy, kept, writer, self.reporter.train_state, self._stopped_at)
 
     def _set_up(self) -> None:
         attempt, log = self.attempt, self.log  # a thread keeps the function, and must not keep this trainer
@@ -188,7 +191,7 @@ class ElasticTrainer(Trainer):
         self.run_status.lap()
         self._continue()
         if self._last_term:
-            self._report_change(self._last_term.step, self._last_term.ended)
+            self._report_change(self._last_term.train_state.step, self._last_term.ended)
         while (step := self.reporter.train_state.step) < self.plan.num_iterations:
             try:
                 self.train_step(step)
