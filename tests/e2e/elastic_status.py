@@ -17,13 +17,22 @@ from .test_elastic import ELASTIC, MODEL
 
 @contextmanager
 def elastic_lab(
-    workdir: Path, name: str, hosts: int, dataset: Path, run_id: str, **settings: object
+    workdir: Path,
+    name: str,
+    hosts: int,
+    dataset: Path,
+    run_id: str,
+    cpu_share: float = 1.0,
+    **settings: object,
 ) -> Iterator[Lab]:
-    """A lab with so many hosts, set up, on which an elastic run trains; it is taken away at the end."""
+    """A lab with so many hosts, set up, on which an elastic run trains; it is taken away at the end.
+
+    cpu_share: the part of its core that each host may use.
+    """
     lab = Lab(f"{LAB}-{name}", hosts, dataset, run_id)
     playbooks = Fleet(workdir, None)
     try:
-        playbooks.play("lab.yml", lab_state="up", lab_name=lab.name, lab_hosts=hosts)
+        playbooks.play("lab.yml", lab_state="up", lab_name=lab.name, lab_hosts=hosts, lab_cpu_share=cpu_share)
         lab.play("setup.yml", data_dir=dataset)
         lab.play("train.yml", run_id=run_id, data_dir=dataset, **{**MODEL, **ELASTIC, **settings})
         yield lab

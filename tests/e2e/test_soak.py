@@ -26,6 +26,7 @@ from .elastic_status import elastic_lab
 MINUTES = float(os.environ.get("NANOFLEET_FAULTS_MINUTES", "30"))
 SEED = int(os.environ.get("NANOFLEET_FAULTS_SEED", "1"))
 HOSTS, STEPS, RUN_ID = 3, 100_000, "soak"
+CPU_SHARE = 0.5  # of its core for each host: else one that starts would slow down another one
 SETTINGS = {"steps": STEPS, "save_minutes": 0.12, "keep_checkpoints": 1000, "snapshot_seconds": "auto"}
 
 pytestmark = [
@@ -37,7 +38,7 @@ pytestmark = [
 def lab(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Three hosts, set up, on which an elastic run trains."""
     workdir = tmp_path_factory.mktemp("runner")
-    with elastic_lab(workdir, "soak", HOSTS, dataset, RUN_ID, **SETTINGS) as lab:
+    with elastic_lab(workdir, "soak", HOSTS, dataset, RUN_ID, CPU_SHARE, **SETTINGS) as lab:
         yield lab
 
 

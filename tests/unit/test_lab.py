@@ -215,6 +215,7 @@ def render(template: str, tmp_path: Path, **values: object) -> str:
         ("lab_hosts=two", "lab_hosts is 'two': it takes a whole number"),
         ("lab_hosts=0", "lab_hosts=0 must be a whole number from 1 to 200"),
         ("lab_cores=0", "lab_cores=0 must be a whole number of at least 1"),
+        ("lab_cpu_share=2", "lab_cpu_share=2 must be a number from 0.1 to 1"),
         ("lab_link=fast", "lab_link=fast must be the rate of the links"),
         ("lab_distribution=sid", "it takes bookworm or trixie or noble"),
         ("lab_name=My_Lab", "lab_name=My_Lab cannot be part of a host name"),
