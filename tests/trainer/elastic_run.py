@@ -97,9 +97,9 @@ class ElasticRun:
         step = int(self.status()["step"])
         return seconds + self.wait_until(lambda: int(self.status()["step"]) > step, "a step")
 
-    def resources(self) -> tuple[int, int]:
-        """The number of threads and of open files of rank 0."""
-        process = Path(f"/proc/{self.processes[self.leader].pid}")
+    def resources(self, rank: int) -> tuple[int, int]:
+        """The number of threads and of open files of a rank."""
+        process = Path(f"/proc/{self.processes[rank].pid}")
         return len(os.listdir(process / "task")), len(os.listdir(process / "fd"))
 
     def open_files(self, rank: int) -> list[str]:

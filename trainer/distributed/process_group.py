@@ -14,7 +14,6 @@ import math
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed import abandoned
 from trainer.distributed.tensor_format import empty_tensors, formats_of
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final, Retryable
@@ -39,7 +39,6 @@ CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
 WAIT_SLICE = timedelta(milliseconds=200)
-POLL_SECONDS = 0.2
 # A collective that fails or times out must raise where it is waited for. By default NCCL's watchdog ends the
 # process instead, without an exception that could become an outcome.
 NCCL_RAISES = {
@@ -92,6 +91,7 @@ class Collectives:
         # Why to give up waiting for the other ranks, or "". None: a wait ends only with its collective.
         self.interruption: Callable[[], str] | None = None
         self._others: list[Any] = []  # further process groups of its ranks
+        self._epolls: set[int] = set()  # of all its process groups
         self._timeout = FIRST_TIMEOUT  # to connect; Gloo gives up after five times that
         self._is_abandoned = False
         self._in_flight: dict[int, tuple[Any, Any]] = {}  # id -> (work, its tensors)
@@ -120,6 +120,7 @@ class Collectives:
         if group.world_size > 1:
             assert store is not None
             with group._peer_errors():
+                before = abandoned.epoll_instances()
                 if device.type == "cuda":
                     os.environ.update(NCCL_RAISES)
                 dist.init_process_group(
@@ -129,6 +130,7 @@ class Collectives:
                     world_size=env.world_size,
                     timeout=timeout,
                 )
+                group._epolls = abandoned.epoll_instances() - before
                 dist.all_reduce(torch.zeros(1))
                 if device.type == "cuda":
                     group.set_timeout(FIRST_NCCL_TIMEOUT)
@@ -153,16 +155,16 @@ class Collectives:
 
         If another thread waits for a collective, its wait ends with PeerLost. Collectives in flight may still
         write into their tensors, and the destructor of a process group would wait for them. So a background
-        thread holds groups and tensors until these collectives have completed.
+        thread holds groups and tensors until these collectives have ended, and sees to it that they end.
         """
         self._is_abandoned = True
         if dist.is_initialized():
-            held = [dist.group.WORLD, *self._others], self._in_flight
-            self._in_flight, self._others = {}, []
+            held = [dist.group.WORLD, *self._others], self._in_flight, self._epolls
+            self._in_flight, self._others, self._epolls = {}, [], set()
             ending = threading.Thread(target=dist.destroy_process_group, name="abandoned group", daemon=True)
             ending.start()
             ending.join()
-            threading.Thread(target=_drop, args=held, name="abandoned tensors", daemon=True).start()
+            threading.Thread(target=abandoned.drop, args=held, name="abandoned tensors", daemon=True).start()
 
     # -- tensors ---------------------------------------------------------------------------------------
 
@@ -404,7 +406,9 @@ class Collectives:
         Connecting has AGAIN times the time-out of this group, so that it cannot hang: ranks of an elastic run
         then agree on their members again. Its collectives have UNMEASURED_TIMEOUT. Raises RuntimeError.
         """
+        before = abandoned.epoll_instances()
         made = dist.new_group(ranks, AGAIN * self._timeout, backend="gloo", group_desc=name)
+        self._epolls |= abandoned.epoll_instances() - before
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.distributed_c10d._set_pg_timeout(UNMEASURED_TIMEOUT, made)
         self._others.append(made)  # its destructor would wait for a transfer that was given up: see abandon
@@ -462,14 +466,6 @@ class Channel:
         except RuntimeError as error:
             raise self._group.peer_lost(error) from None
         return received
-
-
-def _drop(groups: list[Any], in_flight: dict[int, tuple[Any, Any]]) -> None:
-    """Drop abandoned process groups, with their threads and sockets, once no collective is in flight."""
-    while not all(work.is_completed() for work, _ in in_flight.values()):
-        time.sleep(POLL_SECONDS)
-    in_flight.clear()
-    groups.clear()
 
 
 def broadcast_sends(virtual_rank: int, world_size: int) -> int:
