@@ -67,11 +67,23 @@ class Copy:
         return int(self.meta["terms"][-1][0])
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What is the same for all copies of a process group: the form of the parts of all ranks.
+
+    formats, rows: as in a Copy. sizes: bytes that each rank sends to a holder.
+    """
+
+    formats: list[bytes]
+    rows: dict[str, list[Tensor]]
+    sizes: list[int]
+
+
 class Snapshots:
     """Makes copies of the state of a run in the memory of the holders, for one process group.
 
     newest: on a holder, the last complete copy; None without one.
-    pause: seconds for which training paused to make the newest copy.
+    pause: seconds for which training paused to make the newest copy, without what only the first one needs.
     megabytes: data that the coordinator receives for it.
     seconds: how long the transfer of it took.
     """
@@ -87,6 +99,7 @@ class Snapshots:
         self._channel = group.open_channel("copies")
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
+        self._layout: Layout | None = None  # known from the first copy on
         self._spare: dict[str, Tensor] = {}  # buffers to use again: freed memory would stay with the process
         # Another holder than the coordinator has no copy yet: the first one is due at once.
         self._started_at = time.monotonic() if len(self._holders) < 2 else -math.inf
@@ -115,28 +128,47 @@ class Snapshots:
     ) -> None:
         """Copy the part of this rank and start to send it to the holders.
 
-        All ranks call it after the same step. parameters: {name: tensor} of the model. sync, optimizer: have
-        the state of this rank. meta: on the coordinator, content of meta.json for this step. Raises PeerLost
-        if the transfer of the copy before has failed.
+        All ranks call it after the same step; from the second copy on, they do not wait for each other.
+        parameters: {name: tensor} of the model. sync, optimizer: have the state of this rank. meta: on the
+        coordinator, content of meta.json for this step. Raises PeerLost if the transfer of the copy before
+        has failed.
         """
         self.finish()
         began = self._started_at = time.monotonic()
-        group, rank = self._group, self._group.rank
-        meta = json.loads(group.gather_bytes(json.dumps(meta).encode())[0])
-        sent = _part_of(rank, parameters, sync, optimizer)
-        formats = group.gather_bytes(formats_of(sent))
-        part = self._pack("sent", sent if set(self._holders) - {rank} else {})
-        sizes = group.gather_int64(torch.tensor([part.numel()])).flatten().tolist()
-        self.megabytes = sum(sizes[1:]) / 1e6
-        copy = None
+        rank = self._group.rank
+        sent = _part_of(rank, parameters, sync, optimizer) if set(self._holders) - {rank} else {}
+        everything = _part_of(None, parameters, sync, optimizer) if rank in self._holders else {}
+        if self._layout is None:
+            self._layout, began = self._find_layout(parameters, sync, sent, everything), time.monotonic()
+        layout, part, copy = self._layout, self._pack("sent", sent), None
+        if len(part) != layout.sizes[rank]:
+            raise RuntimeError(f"the state of rank {rank} has changed its form: {len(part)} bytes")
+        self.megabytes = sum(layout.sizes[1:]) / 1e6
         if rank in self._holders:
-            everything = _part_of(None, parameters, sync, optimizer)
-            formats[rank] = formats_of(everything)
-            rows = {name: found for name in parameters if (found := _rows_by_rank(name, sync, group))}
-            copy = Copy(meta, rank, formats, [self._pack(f"part {rank}", everything)], rows)
+            whole = self._pack(f"part {rank}", everything)
+            copy = Copy(meta, rank, layout.formats, [whole], layout.rows)
         self.pause = time.monotonic() - began
-        self._thread = threading.Thread(target=self._send, args=(part, sizes, copy), name="copy", daemon=True)
+        self._thread = threading.Thread(
+            target=self._send, args=(part, layout.sizes, copy), name="copy", daemon=True
+        )
         self._thread.start()
+
+    def _find_layout(
+        self,
+        parameters: Mapping[str, Tensor],
+        sync: SyncMode,
+        sent: Mapping[str, Tensor],
+        everything: Mapping[str, Tensor],
+    ) -> Layout:
+        """Exchange the form of the parts. All ranks call it. sent, everything: the parts of this rank."""
+        group = self._group
+        formats = group.gather_bytes(formats_of(sent))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
+        sizes = group.gather_int64(torch.tensor([size])).flatten().tolist()
+        if group.rank in self._holders:
+            formats[group.rank] = formats_of(everything)
+        rows = {name: found for name in parameters if (found := _rows_by_rank(name, sync, group))}
+        return Layout(formats, rows, sizes)
 
     def _pack(self, name: str, part: Mapping[str, Tensor]) -> Tensor:
         """The bytes of all tensors of `part`, one after another; in the spare buffer `name` if it fits."""
@@ -173,6 +205,10 @@ class Snapshots:
         to = [other in self._holders and other != rank for other in range(len(sizes))]
         incoming = [size if copy and other != rank else 0 for other, size in enumerate(sizes)]
         try:
+            if len(self._holders) > 1:
+                meta = self._send_meta(copy.meta if copy else {})
+                if copy:
+                    copy.meta = meta
             received = [self._room(f"part {other}", size) for other, size in enumerate(incoming)]
             for start in range(0, max(sizes), CHUNK_BYTES):
                 chunk = part[start : start + CHUNK_BYTES]
@@ -192,6 +228,28 @@ class Snapshots:
             if old:
                 self._spare |= {f"part {other}": each for other, each in enumerate(old.parts[: len(sizes)])}
         self.seconds = time.monotonic() - began
+
+    def _send_meta(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """Send `meta` of the coordinator to the other holders; returns it on holders, else {}."""
+        text = torch.tensor(list(json.dumps(meta).encode()), dtype=torch.uint8)
+        length = self._to_holders(torch.tensor([len(text)]), 1)
+        text = self._to_holders(text, int(length) if len(length) else 0)
+        return dict(json.loads(text.numpy().tobytes())) if len(text) else {}
+
+    def _to_holders(self, tensor: Tensor, size: int) -> Tensor:
+        """Send `tensor` of the coordinator to the other holders; returns it on holders, else an empty one.
+
+        size: its elements, on holders.
+        """
+        group = self._group
+        others = [other in self._holders and other != 0 for other in range(group.world_size)]
+        if group.rank == 0:
+            self._channel.exchange(
+                tensor.repeat(sum(others)), [len(tensor) * each for each in others], [0] * len(others)
+            )
+            return tensor
+        receives = [size if other == 0 and others[group.rank] else 0 for other in range(group.world_size)]
+        return self._channel.exchange(tensor[:0], [0] * group.world_size, receives)
 
 
 def state_of(copy: Copy | None) -> State | None:
