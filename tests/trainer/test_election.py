@@ -46,6 +46,7 @@ class World:
     tick: float = 0.25
     now: float = 0.0
     loss: float = 0.0  # share of the exchanges that fail
+    refusing: set[int] = field(default_factory=set)  # hosts that are on and whose process has ended
     terms: dict[int, int] = field(default_factory=dict)  # the disks
     cut: set[tuple[int, int]] = field(default_factory=set)  # from, to
     off_until: dict[int, float] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class World:
                     term = self.terms.get(host, NONE)
                     election = Election(host, self.count, self.quorum, term, lambda: self.now)
                     self.hosts[host] = Host(election, good_at=self.now)
+                    self.refusing.discard(host)
             for host, process in self.active():
                 if process.leader in (None, host):
                     self.ask_all(host, process)
@@ -78,8 +80,11 @@ class World:
     def active(self) -> list[tuple[int, Host]]:
         return [(host, process) for host, process in self.hosts.items() if process]
 
-    def end(self, host: int, seconds: float = RESTART_SECONDS) -> None:
+    def end(self, host: int, seconds: float = RESTART_SECONDS, is_on: bool = False) -> None:
+        """End the process of a host, which starts again later. is_on: whether its host is on meanwhile."""
         self.hosts[host] = None
+        if is_on:
+            self.refusing.add(host)
         self.off_until[host] = max(self.off_until.get(host, 0.0), self.now + seconds)
 
     def connected(self, one: int, other: int) -> bool:
@@ -87,6 +92,9 @@ class World:
         return not self.cut & {(one, other), (other, one)}
 
     def ask_all(self, host: int, process: Host) -> None:
+        for other in self.refusing:
+            if self.connected(host, other):
+                process.election.lost(other)
         for other, answering in self.active():
             if other == host or not self.connected(host, other) or self.random.random() < self.loss:
                 continue
@@ -152,7 +160,8 @@ def disturb(world: World, faults: int) -> None:
         kind = draw.choice(["kill", "off", "all off", "cut host", "halves", "one way", "heal", "loss"])
         others = [other for other in range(world.count) if other != host]
         if kind in ("kill", "off"):
-            world.end(host, RESTART_SECONDS if kind == "kill" else draw.uniform(10, 60))
+            is_killed = kind == "kill"
+            world.end(host, RESTART_SECONDS if is_killed else draw.uniform(10, 60), is_on=is_killed)
         elif kind == "all off":
             for each in range(world.count):
                 world.end(each, draw.uniform(3, 20))
@@ -220,6 +229,17 @@ def test_the_next_host_is_elected_if_the_coordinator_stays_away() -> None:
     assert world.steps[-1][1:] == (1, 1)
     first = next(at for at, term, _ in world.steps if term == 1)
     assert first - before < RESTART_SECONDS + GRACE_SECONDS + 2.0
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_nobody_waits_for_a_coordinator_that_has_ended(is_on: bool) -> None:
+    world = World(1, 3)
+    world.run(10.0)
+    world.end(0, 1000.0, is_on)
+    before = world.now
+    world.run(60.0)
+    first = next(at for at, term, _ in world.steps if term == 1)
+    assert (first - before <= GRACE_SECONDS) == is_on
 
 
 def test_a_minority_elects_nobody() -> None:

@@ -20,7 +20,6 @@ that is repeated later has no effect. It also covers the run and its hosts.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -130,17 +129,21 @@ class Candidacy:
         hosts = len(self._env.addresses)
         return None if self.is_first else [(host - self._env.rank) % hosts for host in self.electors]
 
-    def elect(self) -> RankEnv:
+    def elect(self, is_silent: bool = False) -> RankEnv:
         """Wait until the hosts have elected a coordinator; returns the environment of this rank under it.
 
         In this environment rank 0 is on the host of the coordinator. On the coordinator, the attribute
-        `store` is then open. Called again when that coordinator is lost or replaced. Raises Retryable if no
-        host is elected within FIRST_SECONDS, or within LATER_SECONDS if the run had a coordinator before.
+        `store` is then open. Called again when that coordinator is lost or replaced. is_silent: whether it
+        has not answered for so long that nobody waits for it. Raises Retryable if no host is elected within
+        FIRST_SECONDS, or within LATER_SECONDS if the run had a coordinator before.
         """
         if self.election.is_over:
             self.store, self.electors = None, ()
-            before, self.election = self.election, self._election(self.election.term)
-            self.election.known = before.known
+            before, election = self.election, self._election(self.election.term)
+            election.known = before.known
+            if is_silent:
+                election.lost(before.coordinator)
+            self.election = election
         began = reported = time.monotonic()
         wait, status = REPORT_SECONDS, None
         self.is_first = self.election.known == NONE
@@ -219,8 +222,12 @@ class Candidacy:
             election, now = self.election, time.monotonic()
             if not election.is_over or (election.port and now - asked_at >= WATCH_SECONDS):
                 asked_at = now
-                with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+                try:
                     election.answered(self._ask_once(host))
+                except ConnectionRefusedError:
+                    election.lost(host)
+                except (OSError, ValueError, TypeError, LookupError):
+                    pass
 
     def _ask_once(self, host: int) -> Notice:
         """Ask a host. Raises OSError or ValueError without an answer that is signed by the fleet."""

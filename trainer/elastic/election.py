@@ -3,6 +3,7 @@
     election = Election(me=1, hosts=3, quorum=2, term=0)
     election.asked(notice)            # another host has asked this one
     election.answered(notice)         # another host has answered this one
+    election.lost(host)               # it has ended
     election.decide()                 # None until there is a coordinator
 
 Time is divided into terms, which are numbers that only grow. The coordinator of the term T is the host with
@@ -16,7 +17,8 @@ decides wrongly, time is lost.
 
 Hosts without a coordinator ask each other a few times a second. Each supports the first host after the last
 coordinator that answers and to which a majority has a connection. A host that a majority supports takes the
-next term that is its own. Nobody supports another host than the last coordinator in the first GRACE_SECONDS.
+next term that is its own. Nobody supports another host than the last coordinator in the first GRACE_SECONDS,
+unless that one has ended or was silent before.
 """
 
 from __future__ import annotations
@@ -109,6 +111,7 @@ class Election:
         self._clock, self._began = clock, clock()
         self._asked: dict[int, tuple[float, Notice]] = {}
         self._answered: dict[int, tuple[float, Notice]] = {}
+        self._lost: set[int] = set()
 
     # -- what this host learns -------------------------------------------------------------------------
 
@@ -121,6 +124,10 @@ class Election:
         """Record the notice with which another host has answered: this host can connect to that one."""
         self._answered[notice.host] = self._clock(), notice
         self.known = max(self.known, notice.term, notice.known)
+
+    def lost(self, host: int) -> None:
+        """Record that a host has ended or is silent: if it was the last coordinator, nobody waits for it."""
+        self._lost.add(host)
 
     def notice(self) -> Notice:
         """The notice that this host sends to the others now."""
@@ -138,6 +145,11 @@ class Election:
     def _fresh(self, notices: dict[int, tuple[float, Notice]]) -> dict[int, Notice]:
         now = self._clock()
         return {host: each for host, (at, each) in list(notices.items()) if now - at <= FRESH_SECONDS}
+
+    @property
+    def coordinator(self) -> int:
+        """Index of the host that coordinates the highest term of which this host has learned."""
+        return max(self.known, 0) % self._hosts
 
     # -- what it decides -------------------------------------------------------------------------------
 
@@ -179,8 +191,8 @@ class Election:
 
     def _supported(self) -> int | None:
         """The first host, from the coordinator of the highest known term on, that could have a quorum."""
-        last = max(self.known, 0) % self._hosts
-        only_last = self.known == NONE or self._is_before(GRACE_SECONDS)
+        last = self.coordinator
+        only_last = self.known == NONE or (self._is_before(GRACE_SECONDS) and last not in self._lost)
         answers = self._fresh(self._answered)
         for place in range(1 if only_last else self._hosts):
             host = (last + place) % self._hosts

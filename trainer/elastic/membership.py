@@ -41,7 +41,7 @@ LATE_SECONDS = 2.0  # without a status, which comes every second: the member is 
 SILENT_SECONDS = 4.0  # without a status: a member that does not answer is lost
 QUERY_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
-LOST_STORE_SECONDS = 5.0  # without an answer of the store, a member gives up
+LOST_STORE_SECONDS = 4.0  # without an answer of the store, a member gives up
 LOST_STORE = (
     f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
     "Its host is off, asleep or cut off, or its rank is frozen."
@@ -56,6 +56,7 @@ class Membership:
     env: the environment of this rank; its rank is the one at launch.
     store: the rendezvous store.
     left: event that is set when this member may end.
+    is_store_lost: whether the store has not answered for so long that this member has given it up.
     """
 
     view: View
@@ -92,7 +93,7 @@ class Membership:
         self.send_state: Callable[[dist.Store], None] | None = None
         self._fetched: set[str] = set()  # tokens of ranks to which the shared state was sent
         self._broken = 0, ""  # the last generation whose members no longer wait for each other, and why
-        self._is_store_lost = False
+        self.is_store_lost = False
         self._uses_store = False  # whether the training thread uses the store, and may wait for it for ever
         self._suspects: set[tuple[int, int]] = set()  # number and incarnation of members that may be lost
         self._wanted = False  # whether a member leaves or a rank asks to join
@@ -186,7 +187,7 @@ class Membership:
     @contextlib.contextmanager
     def _using_store(self) -> Iterator[None]:
         """Context in which the training thread uses the store. Raises Retryable if the store is lost."""
-        if self._is_store_lost:
+        if self.is_store_lost:
             raise Retryable(LOST_STORE)
         self._uses_store = True
         try:
@@ -355,7 +356,7 @@ class Membership:
             if late > LATE_SECONDS:  # this process was frozen, or its host asleep: the store had no chance
                 answered = looked
             if looked - answered > LOST_STORE_SECONDS:
-                self._is_store_lost = True
+                self.is_store_lost = True
                 if hasattr(self, "view"):
                     self._break(self.view, LOST_STORE)
                 if self._uses_store or not hasattr(self, "view"):

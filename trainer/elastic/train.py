@@ -64,9 +64,9 @@ def train_elastic(
     """
     if not (env.addresses and run_file.config.has_failover(len(env.addresses), env.local_world_size)):
         return make(env).run(tracker_uri)
-    candidacy, last = Candidacy(env, run_file, run_dir, log), None
+    candidacy, last, is_silent = Candidacy(env, run_file, run_dir, log), None, False
     while True:
-        env = candidacy.elect()
+        env = candidacy.elect(is_silent)
         log.begin(env)
         attempt.begin_as(env)
         trainer = make(env)
@@ -77,7 +77,7 @@ def train_elastic(
             if not trainer.has_trained:
                 raise
             log.warning(f"{error} This rank takes part in the next election.", extra=fields("lost"))
-        last = trainer.end_term()
+        last, is_silent = trainer.end_term(), trainer.setup.joined.is_store_lost
         del trainer
         gc.collect()  # its groups have threads and sockets
 
