@@ -173,7 +173,8 @@ def test_the_environment_of_a_command_that_root_runs_is_no_file_of_the_service_u
     )
     assert given == {
         "NANOFLEET_HOST": "laptop", "GLOO_SOCKET_IFNAME": "eno1", "NCCL_SOCKET_IFNAME": "eno1",
-        "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1", "NANOFLEET_STALL_SECONDS": "60",
+        "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "NANOFLEET_STALL_SECONDS": "60",
     }  # fmt: skip
 
 
