@@ -27,7 +27,13 @@ MINUTES = float(os.environ.get("NANOFLEET_FAULTS_MINUTES", "30"))
 SEED = int(os.environ.get("NANOFLEET_FAULTS_SEED", "1"))
 HOSTS, STEPS, RUN_ID = 3, 100_000, "soak"
 CPU_SHARE = 0.5  # of its core for each host: else one that starts would slow down another one
-SETTINGS = {"steps": STEPS, "save_minutes": 0.12, "keep_checkpoints": 1000, "snapshot_seconds": "auto"}
+SETTINGS = {
+    "steps": STEPS,
+    "total_batch_size": 24576,
+    "save_minutes": 0.12,
+    "keep_checkpoints": 1000,
+    "snapshot_seconds": "auto",
+}
 
 pytestmark = [
     pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(300 * MINUTES + 3600),
@@ -66,7 +72,8 @@ def test_a_disturbed_run_has_the_losses_of_an_undisturbed_one(
         losses[host] = {line["step"]: line["loss"] for line in lines if "loss" in line}
         assert list(losses[host]) == list(range(1, len(losses[host]) + 1)), f"host {host}: no step is missing"
 
-    check_losses(tmp_path, dataset, losses, run_id=RUN_ID, sync="exact", num_iterations=STEPS)
+    run = {"num_iterations": STEPS, "total_batch_size": SETTINGS["total_batch_size"]}
+    check_losses(tmp_path, dataset, losses, run_id=RUN_ID, sync="exact", **run)
 
 
 def fetch_checkpoints(lab: Lab, folder: Path, ended: threading.Event) -> None:
