@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 HOSTS, STEPS, RUN_ID = 4, 4000, "partitions"
 RUN_DIR = f"{RUNS}/{RUN_ID}"
-SETTINGS = {"steps": STEPS, "total_batch_size": 4096, "save_every": 50, "checkpoint_copies": HOSTS}
+# Few steps: from 1,000 on, training has amplified rounding to more than the tolerance.
+SETTINGS = {"steps": STEPS, "total_batch_size": 16384, "save_every": 20, "checkpoint_copies": HOSTS}
 CUT_SECONDS = 10.0  # in which the side with the majority must train, and the other must not
 
 # What is cut: (from, to) of packets that are dropped. Host 1 is the coordinator.
@@ -112,7 +113,7 @@ def test_there_is_one_history(four: Lab, dataset: Path, tmp_path: Path) -> None:
     losses = [(line["step"], line["loss"]) for lines in by_host for line in lines]
     steps = [line["step"] for line in max(by_host, key=lambda lines: int(lines[-1]["step"]))]
     assert steps == list(range(1, len(steps) + 1))
-    run = {"total_batch_size": 4096, "num_iterations": STEPS}
+    run = {"total_batch_size": SETTINGS["total_batch_size"], "num_iterations": STEPS}
     expected = undisturbed(dataset, tmp_path / "run", max(steps), **run)
     for step, loss in losses:
         assert loss == pytest.approx(expected[step - 1], rel=1e-10), f"step {step}"
