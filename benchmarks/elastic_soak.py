@@ -5,7 +5,7 @@
 NAME is a lab of three or more hosts, as for `python -m benchmarks.elastic`. Its events happen here at random
 times, every 45 s on average, to any host, also to the one that coordinates the run. Several hosts may be away
 at once, but not so many that no majority is left. The seed fixes the random numbers. Two soaks with the same
-seed can still differ, because an event happens only to a host that is back from the previous one. Prints each
+seed can still differ, because an event waits until hosts are back from the ones before. Prints each
 event and the result, and writes OUT/soak.json; --record also writes docs/recorded/soak.json.
 
 goodput = steps trained / steps that the members of each moment could have trained at their median step.
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import elastic, ranks, record
+from benchmarks import elastic, failover, ranks, record
 from benchmarks.elastic import Lab
 from benchmarks.lab import machine
 
@@ -62,7 +62,8 @@ def disturb(lab: Lab, minutes: float, seed: int, say: Callable[[str], None] = pr
             if due and due[0][0] <= time.time():
                 heapq.heappop(due)[2]()
             free = [host for host in range(1, lab.hosts + 1) if busy.get(host, 0.0) <= time.time()]
-            if next_at <= time.time() < end and len(free) > lab.hosts // 2 + 1:
+            is_due = next_at <= time.time() < end and len(free) > lab.hosts // 2 + 1
+            if is_due and members(lab) > lab.hosts // 2 + 1:
                 host = chance.choice(free)
                 event, away = chance.choice(elastic.events(lab, host)), chance.uniform(*AWAY_SECONDS)
                 soak.counts[event.name] = soak.counts.get(event.name, 0) + 1
@@ -79,6 +80,12 @@ def disturb(lab: Lab, minutes: float, seed: int, say: Callable[[str], None] = pr
     time.sleep(SETTLE_SECONDS)
     soak.ended = time.time()
     return soak
+
+
+def members(lab: Lab) -> int:
+    """The number of hosts that train now."""
+    now = failover.status(lab)
+    return int(now["world_size"]) if now.get("loss") is not None else 0
 
 
 def goodput(

@@ -73,6 +73,7 @@ def test_what_was_planted_is_ended_after_an_error(monkeypatch: pytest.MonkeyPatc
     event = elastic.Event("freeze", plant, lambda: did.append("fix"))
     monkeypatch.setattr(elastic, "events", lambda lab, host: [event])
     monkeypatch.setattr(elastic_soak, "EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(elastic_soak, "members", lambda lab: 5)
     with pytest.raises(SystemExit, match="podman fails"):
         elastic_soak.disturb(elastic.Lab("lab", 5, Path()), 1.0, 1, lambda line: None)
     assert did == ["plant", "plant", "fix"]

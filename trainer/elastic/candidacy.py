@@ -24,7 +24,6 @@ import dataclasses
 import hashlib
 import hmac
 import json
-import math
 import secrets
 import socket
 import socketserver
@@ -49,7 +48,7 @@ from trainer.host.rank_env import RankEnv
 from trainer.outcome import Retryable
 
 TERM = "term.json"
-ASK_SECONDS = 0.25  # between two questions to a host during an election
+ASK_SECONDS = 0.1  # between two questions to a host during an election
 WATCH_SECONDS = 2.0  # and afterwards, by the coordinator
 ANSWER_SECONDS = 2.0
 FIRST_SECONDS = 45.0  # for the first election of a run, which a person waits for
@@ -85,6 +84,8 @@ class Candidacy:
         self.store: dist.TCPStore | None = None
         self.electors: tuple[int, ...] = ()
         self._closed = threading.Event()
+        self._electing = threading.Event()
+        self._electing.set()
         self._server = None if env.is_added else self._open()
         for host in range(hosts):
             if host != env.rank:
@@ -144,6 +145,7 @@ class Candidacy:
             if is_silent:
                 election.lost(before.coordinator)
             self.election = election
+            self._electing.set()
         began = reported = time.monotonic()
         wait, status = REPORT_SECONDS, None
         self.is_first = self.election.known == NONE
@@ -158,6 +160,7 @@ class Candidacy:
                 self._log.warning(text, extra=fields("election", reached=self.election.reached()))
                 status = status or self._publish()
                 status.update(warning=self._missing())
+        self._electing.clear()
         self._keep(elected)
         if status:
             status.stop()
@@ -217,11 +220,10 @@ class Candidacy:
 
     def _ask(self, host: int) -> None:
         """Ask a host again and again: during an election, and afterwards on the coordinator."""
-        asked_at = -math.inf
         while not self._closed.wait(ASK_SECONDS):
-            election, now = self.election, time.monotonic()
-            if not election.is_over or (election.port and now - asked_at >= WATCH_SECONDS):
-                asked_at = now
+            self._electing.wait(WATCH_SECONDS)
+            election = self.election
+            if not election.is_over or election.port:
                 try:
                     election.answered(self._ask_once(host))
                 except ConnectionRefusedError:

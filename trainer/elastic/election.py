@@ -15,7 +15,7 @@ Two histories of a run cannot exist, because a view needs a majority of the host
 lower one can be committed, nor can a step be trained in it. What follows here only decides who tries; if it
 decides wrongly, time is lost.
 
-Hosts without a coordinator ask each other a few times a second. Each supports the first host after the last
+Hosts without a coordinator ask each other several times a second. Each supports the first host after the last
 coordinator that answers and to which a majority has a connection. A host that a majority supports takes the
 next term that is its own. Nobody supports another host than the last coordinator in the first GRACE_SECONDS,
 unless that one has ended or was silent before.

@@ -64,6 +64,7 @@ def train_elastic(
     """
     if not (env.addresses and run_file.config.has_failover(len(env.addresses), env.local_world_size)):
         return make(env).run(tracker_uri)
+    gc.freeze()  # what is imported: a collection would look through it again, for a fifth of a second
     candidacy, last, is_silent = Candidacy(env, run_file, run_dir, log), None, False
     while True:
         env = candidacy.elect(is_silent)

@@ -26,6 +26,7 @@ from trainer.health.diagnosis import EndpointResult
 from trainer.health.status_record import RunStatusRecord
 
 QUERY_SECONDS = 3.0
+CLOSE_SECONDS = 0.1  # the longest that `close` waits
 BACKLOG = 1024  # connections to a frozen process pile up, and a full queue would look like a dead host
 MOST_CONNECTIONS = 64
 LONGEST_LINE = 4096
@@ -89,7 +90,9 @@ class HealthEndpoint(socketserver.ThreadingTCPServer):
         self._lock = threading.Lock()
         super().__init__((address, 0), _Query)
         self.address = EndpointAddress(address, int(self.server_address[1]), secrets.token_hex(8))
-        threading.Thread(target=self.serve_forever, name="health endpoint", daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, args=(CLOSE_SECONDS,), name="health endpoint", daemon=True
+        ).start()
 
     def close(self) -> None:
         self.shutdown()
