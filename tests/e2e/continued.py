@@ -1,7 +1,10 @@
 """The losses of a disturbed run, against those of one rank that continues from each of its checkpoints.
 
 Training amplifies rounding: two undisturbed runs from step 0 with other micro-batches differ by a thousandth
-after 1,400 steps of this model, and in between tenfold more in as few as 10 steps. So each piece is short.
+after 1,400 steps of this model, and later a thousandfold more from one step to the next. So each piece is
+continued twice, with other micro-batches. A disturbed run may differ from an undisturbed one by 1e-10, or
+where these two differ by more, now or a few steps later, by WIDER times as much. A wrong row or a lost
+update is seen in the third digit.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import pytest
 from .test_elastic import undisturbed
 
 MOST_STEPS = 60  # between two checkpoints
-TOLERANCE = 1e-10
+TOLERANCE, WIDER, LATER = 1e-10, 1000.0, 3
 
 
 def check_losses(
@@ -28,19 +31,34 @@ def check_losses(
     pieces = list(itertools.pairwise([0, *saved]))
     assert saved[-1] == max(map(max, losses.values())), "the last step is saved"
     assert max(end - start for start, end in pieces) < MOST_STEPS, saved
+    exact = 0
     with ThreadPoolExecutor(2) as pool:
         continued = pool.map(lambda piece: _continue(folder, dataset, *piece, **settings), pieces)
-        for (start, _), expected in zip(pieces, continued, strict=True):
-            for step, loss in enumerate(expected, start + 1):
+        for (start, _), (expected, others) in zip(pieces, continued, strict=True):
+            drift = [abs(other / loss - 1) for loss, other in zip(expected, others, strict=True)]
+            for number, loss in enumerate(expected):
+                allowed = max(TOLERANCE, WIDER * max(drift[: number + LATER + 1]))
+                exact += allowed == TOLERANCE
                 for host, found in losses.items():
+                    step = start + 1 + number
                     where = f"step {step} on host {host}, from the checkpoint of step {start}"
-                    assert found.get(step, loss) == pytest.approx(loss, rel=TOLERANCE), where
+                    assert found.get(step, loss) == pytest.approx(loss, rel=allowed), where
+    print(f"{exact} of {saved[-1]} steps compared at {TOLERANCE:g}, the others at more", flush=True)
 
 
-def _continue(folder: Path, dataset: Path, start: int, end: int, **settings: object) -> list[float]:
-    """The losses of the steps `start` + 1 to `end` of one rank, from the checkpoint of step `start`."""
-    run_dir, name = folder / f"from-{start}", f"step_{start:06}"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    if start:
-        shutil.copytree(folder / "checkpoints" / name, run_dir / "checkpoints" / name)
-    return undisturbed(dataset, run_dir, end - start, **settings)[: end - start]
+def _continue(
+    folder: Path, dataset: Path, start: int, end: int, **settings: object
+) -> tuple[list[float], list[float]]:
+    """The losses of the steps `start` + 1 to `end` of one rank, from the checkpoint of step `start`.
+
+    Twice, with other micro-batches.
+    """
+    found, name = [], f"step_{start:06}"
+    for rows in (8, 2):
+        run_dir = folder / f"from-{start}-{rows}"
+        (run_dir / "checkpoints").mkdir(parents=True)
+        if start:
+            shutil.copytree(folder / "checkpoints" / name, run_dir / "checkpoints" / name)
+        losses = undisturbed(dataset, run_dir, end - start, **{**settings, "device_batch_size": rows})
+        found.append(losses[: end - start])
+    return found[0], found[1]

@@ -11,63 +11,73 @@ import contextlib
 import os
 import re
 import socket
-import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 1.0  # for the other ranks to learn why the group was given up, before they lose a connection
 POLL_SECONDS = 0.2
-WATCHED = re.compile(r"tfd:\s*(\d+)\s.*\sino:([0-9a-f]+)")  # a line of /proc/self/fdinfo of an epoll instance
+WATCHED = re.compile(r"^tfd:.*\sino:([0-9a-f]+)", re.MULTILINE)  # in /proc/self/fdinfo of an epoll instance
 
 
-def epoll_instances() -> set[int]:
-    """File descriptors of this process that are epoll instances. Gloo has one for each process group."""
-    found = set()
-    for path in Path("/proc/self/fd").glob("*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(path) == "anon_inode:[eventpoll]":
-                found.add(int(path.name))
+def watched_sockets() -> set[int]:
+    """Inode numbers of the sockets and pipes that threads of this process wait for with epoll, as Gloo's do.
+
+    A number is not used again, unlike a file descriptor.
+    """
+    found: set[int] = set()
+    for descriptor, target in _descriptors():
+        if target == "anon_inode:[eventpoll]":
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii")
+                found |= {int(inode, 16) for inode in WATCHED.findall(text)}
     return found
 
 
-def drop(groups: list[Any], in_flight: dict[int, tuple[Any, Any]], epolls: Iterable[int]) -> None:
+def drop(
+    groups: list[Any], in_flight: dict[int, tuple[Any, Any]], sockets: Collection[int], store_port: int
+) -> None:
     """Drop process groups, with their threads and sockets, once no collective is in flight.
 
-    groups, in_flight: cleared at the end; until then they keep groups, works and tensors in memory. epolls:
-    the epoll instances of the groups.
+    groups, in_flight: cleared at the end; until then they keep groups, works and tensors in memory. sockets:
+    those of the groups, as of `watched_sockets`. store_port: of the rendezvous store, whose connections stay.
     """
     began = time.monotonic()
     while not all(work.is_completed() for work, _ in in_flight.values()):
         time.sleep(POLL_SECONDS)
         if time.monotonic() - began > GRACE_SECONDS:
-            for epoll in epolls:
-                _shut_down(epoll)
+            _shut_down(sockets, store_port)
     in_flight.clear()
     groups.clear()
 
 
-def _shut_down(epoll: int) -> None:
-    """Shut down the connections that an epoll instance watches."""
-    with contextlib.suppress(OSError):
-        watched = Path(f"/proc/self/fdinfo/{epoll}").read_text(encoding="ascii")
-        for number, inode in WATCHED.findall(watched):
+def _shut_down(sockets: Collection[int], store_port: int) -> None:
+    """Shut down the connections among `sockets`."""
+    names = {f"socket:[{inode}]": inode for inode in sockets}
+    for descriptor, target in _descriptors():
+        if target in names:
             with contextlib.suppress(OSError):  # closed meanwhile, or a socket that listens
-                copy = os.dup(int(number))
+                copy = os.dup(descriptor)
                 try:
-                    _shut_down_connection(copy, int(inode, 16))
+                    if os.fstat(copy).st_ino == names[target]:
+                        _shut_down_connection(copy, store_port)
                 finally:
                     os.close(copy)
 
 
-def _shut_down_connection(descriptor: int, inode: int) -> None:
-    """Shut down a connection, if the descriptor still has this inode. Raises OSError if it is none."""
-    status = os.fstat(descriptor)
-    if status.st_ino == inode and stat.S_ISSOCK(status.st_mode):
-        connection = socket.socket(fileno=descriptor)
-        try:
-            connection.getpeername()
+def _shut_down_connection(descriptor: int, store_port: int) -> None:
+    """Shut down a connection. Raises OSError if the socket has none."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        if store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
             connection.shutdown(socket.SHUT_RDWR)
-        finally:
-            connection.detach()
+    finally:
+        connection.detach()
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    """Yield (file descriptor, what it refers to) for each one of this process; nothing without /proc."""
+    for path in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            yield int(path.name), os.readlink(path)

@@ -91,7 +91,8 @@ class Collectives:
         # Why to give up waiting for the other ranks, or "". None: a wait ends only with its collective.
         self.interruption: Callable[[], str] | None = None
         self._others: list[Any] = []  # further process groups of its ranks
-        self._epolls: set[int] = set()  # of all its process groups
+        self._sockets: set[int] = set()  # of all its process groups: see abandoned.watched_sockets
+        self._store_port = env.master_port
         self._timeout = FIRST_TIMEOUT  # to connect; Gloo gives up after five times that
         self._is_abandoned = False
         self._in_flight: dict[int, tuple[Any, Any]] = {}  # id -> (work, its tensors)
@@ -120,7 +121,7 @@ class Collectives:
         if group.world_size > 1:
             assert store is not None
             with group._peer_errors():
-                before = abandoned.epoll_instances()
+                before = abandoned.watched_sockets()
                 if device.type == "cuda":
                     os.environ.update(NCCL_RAISES)
                 dist.init_process_group(
@@ -130,7 +131,7 @@ class Collectives:
                     world_size=env.world_size,
                     timeout=timeout,
                 )
-                group._epolls = abandoned.epoll_instances() - before
+                group._sockets = abandoned.watched_sockets() - before
                 dist.all_reduce(torch.zeros(1))
                 if device.type == "cuda":
                     group.set_timeout(FIRST_NCCL_TIMEOUT)
@@ -159,8 +160,8 @@ class Collectives:
         """
         self._is_abandoned = True
         if dist.is_initialized():
-            held = [dist.group.WORLD, *self._others], self._in_flight, self._epolls
-            self._in_flight, self._others, self._epolls = {}, [], set()
+            held = [dist.group.WORLD, *self._others], self._in_flight, self._sockets, self._store_port
+            self._in_flight, self._others, self._sockets = {}, [], set()
             ending = threading.Thread(target=dist.destroy_process_group, name="abandoned group", daemon=True)
             ending.start()
             ending.join()
@@ -406,9 +407,9 @@ class Collectives:
         Connecting has AGAIN times the time-out of this group, so that it cannot hang: ranks of an elastic run
         then agree on their members again. Its collectives have UNMEASURED_TIMEOUT. Raises RuntimeError.
         """
-        before = abandoned.epoll_instances()
+        before = abandoned.watched_sockets()
         made = dist.new_group(ranks, AGAIN * self._timeout, backend="gloo", group_desc=name)
-        self._epolls |= abandoned.epoll_instances() - before
+        self._sockets |= abandoned.watched_sockets() - before
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.distributed_c10d._set_pg_timeout(UNMEASURED_TIMEOUT, made)
         self._others.append(made)  # its destructor would wait for a transfer that was given up: see abandon
