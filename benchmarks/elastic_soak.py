@@ -15,6 +15,7 @@ as lost time. The time in which a host boots or is away does not, because it is 
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import random
@@ -118,22 +119,34 @@ def goodput(
 
 
 def result(lab: Lab, soak: Soak) -> dict[str, Any]:
-    """The figures of a soak; reads all lines of metrics.jsonl, which each host completes when it joins."""
+    """The figures of a soak; reads all lines of metrics.jsonl, which each host completes when it joins.
+
+    It lacks the changes of the members while it was away, so those are read from all hosts.
+    """
     lab.read(lines="+1")
-    at_first = next((count for at, count in reversed(lab.changes) if at <= soak.began), lab.hosts)
-    share, medians = goodput(lab.steps, lab.changes, at_first, soak.began, soak.ended)
+    for host in range(1, lab.hosts + 1):
+        dataclasses.replace(lab, steps={}, observer=host).read(lines="+1")  # adds to lab.changes
+    changes = distinct(lab.changes)
+    at_first = next((count for at, count in reversed(changes) if at <= soak.began), lab.hosts)
+    share, medians = goodput(lab.steps, changes, at_first, soak.began, soak.ended)
     done = [step for (at, step) in sorted(lab.steps) if soak.began < at <= soak.ended]
     return {
         "minutes": round((soak.ended - soak.began) / 60, 1),
         "events": soak.events,
         "counts": dict(sorted(soak.counts.items())),
-        "changes": sum(soak.began < at <= soak.ended for at, _ in lab.changes),
+        "changes": sum(soak.began < at <= soak.ended for at, _ in changes),
         "steps": len(set(done)),
         "repeated": lab.repeated(),
         "goodput": round(share, 3),
         "idle": round(idle(lab.steps, soak.began, soak.ended), 3),
         "step_seconds": {str(count): round(each, 3) for count, each in medians.items()},
     }
+
+
+def distinct(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The changes of the number of ranks, each once, from (time, ranks) as all hosts have written them."""
+    ordered = sorted(changes)
+    return [each for each, before in zip(ordered, [(0.0, 0), *ordered], strict=False) if each[1] != before[1]]
 
 
 def idle(steps: Mapping[tuple[float, int], float], began: float, ended: float) -> float:

@@ -71,6 +71,11 @@ class ElasticRun:
     def run_dir(self, rank: int) -> Path:
         return self.folder / f"run-{rank}"
 
+    def changes(self, rank: int) -> list[tuple[int, float]]:
+        """(step, number of ranks) after each change of the members, in the metrics.jsonl of a rank."""
+        lines = map(json.loads, (self.run_dir(rank) / "metrics.jsonl").read_text().splitlines())
+        return [(line["step"], line["ranks"]) for line in lines if "ranks" in line]
+
     def log(self, rank: int) -> str:
         return (self.folder / f"log-{rank}").read_text(encoding="utf-8")
 

@@ -82,6 +82,8 @@ def test_the_others_elect_a_coordinator_and_the_former_one_joins_it(
     for rank in (0, 1, 2):  # each host has the figures of all steps
         run.leader = rank
         check_losses(run, undisturbed)
+        assert run.changes(rank)[-1] == run.changes(1)[-1], "the one that has joined too"
+    assert [ranks for _, ranks in run.changes(1)] == [2, 3]
 
 
 def test_coordinators_that_leave_in_order_cost_no_step(failover: Begin, undisturbed: list[float]) -> None:

@@ -82,3 +82,8 @@ def test_what_was_planted_is_ended_after_an_error(monkeypatch: pytest.MonkeyPatc
 def test_the_time_without_a_step_is_that_between_completed_steps() -> None:
     steps = {(1.0, 1): 1.0, (2.0, 2): 1.0, (7.0, 3): 1.0, (8.5, 4): 1.5, (30.0, 5): 1.0}
     assert elastic_soak.idle(steps, 0.0, 10.0) == pytest.approx(0.4)
+
+
+def test_a_change_that_several_hosts_have_written_counts_once() -> None:
+    written = [(5.0, 2), (9.0, 3), (5.01, 2), (9.02, 3), (12.0, 2), (9.01, 3)]
+    assert elastic_soak.distinct(written) == [(5.0, 2), (9.0, 3), (12.0, 2)]

@@ -327,7 +327,8 @@ class Collectives:
         if not any(lengths):
             return [b""] * self.world_size
         padded = torch.zeros(max(lengths), dtype=torch.int64)
-        padded[: len(mine)] = torch.tensor(list(mine))
+        if mine:
+            padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         table = self.gather_int64(padded).to(torch.uint8)
         return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]
 

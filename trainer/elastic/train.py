@@ -193,6 +193,8 @@ class ElasticTrainer(Trainer):
         self._continue()
         if self._last_term:
             self._report_change(self._last_term.train_state.step, self._last_term.ended)
+        elif not self.membership.is_first:
+            self._report_members()
         while (step := self.reporter.train_state.step) < self.plan.num_iterations:
             try:
                 self.train_step(step)
@@ -229,8 +231,10 @@ class ElasticTrainer(Trainer):
         if self.candidacy and tracker:
             last = self.group.gather_int64(torch.tensor([tracker.last_step])).flatten().tolist()
             source = last.index(max(last))
-            lines = tracker.lines_after(min(last)) if source == self.group.rank else b""
-            tracker.add_lines(self.group.gather_bytes(lines)[source])
+            lines = tracker.lines_from(min(last)) if source == self.group.rank else b""
+            lines = self.group.gather_bytes(lines)[source]
+            if source != self.group.rank:
+                tracker.take_lines(lines)
         super()._read_first_batch(step)
 
     def _step_report(self, loss_sum: float, seconds: float, step: int) -> StepReport:
@@ -332,12 +336,15 @@ class ElasticTrainer(Trainer):
     def _report_change(self, reached: int, stopped_at: float) -> None:
         """Report the members that train now. reached, stopped_at: the step and the time before the change."""
         step, seconds = self.reporter.train_state.step, time.monotonic() - stopped_at
-        self.reporter.members(len({peer.host for peer in self.group.peers}), len(self.group.peers))
+        self._report_members()
         again = f" {reached - step} step(s) are trained again." if reached > step else ""
         self.log.info(
             f"The ranks continue after step {step}, {seconds:.1f} s after they stopped.{again}",
             extra=fields("members changed", step=step, reached=reached, seconds=seconds),
         )
+
+    def _report_members(self) -> None:
+        self.reporter.members(len({peer.host for peer in self.group.peers}), len(self.group.peers))
 
     def _next_view(self) -> View:
         try:

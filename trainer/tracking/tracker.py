@@ -74,20 +74,24 @@ class Tracker:
         """The step of the last line in metrics.jsonl; -1 without one."""
         return self._metrics.last_step
 
-    def lines_after(self, step: int) -> bytes:
-        """The lines of metrics.jsonl after `step`."""
-        return b"".join(raw for raw, line in files.read_lines(self._path) if line["step"] > step)
+    def lines_from(self, step: int) -> bytes:
+        """The lines of metrics.jsonl from `step` on."""
+        return b"".join(raw for raw, line in files.read_lines(self._path) if line["step"] >= step)
 
     def drop_after(self, step: int) -> None:
         """Drop the lines of metrics.jsonl after `step`, because these steps are trained again."""
         self._metrics.drop_after(step)
 
-    def add_lines(self, lines: bytes) -> None:
-        """Append those lines of another host's metrics.jsonl that follow the own ones. lines: whole lines."""
+    def take_lines(self, lines: bytes) -> None:
+        """Replace the lines of the last step, of which some may be missing, and those after it.
+
+        lines: whole lines of the metrics.jsonl of another host, from this step or an earlier one on.
+        """
         last = self.last_step
+        self.drop_after(last - 1)
         for raw in lines.splitlines(keepends=True):
             line = files.parse(raw)
-            if line is not None and last < line["step"]:
+            if line is not None and last <= line["step"]:
                 self._metrics.append(raw, int(line["step"]))
 
     def sample(self, step: int, text: str) -> None:
