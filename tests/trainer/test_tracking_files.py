@@ -29,6 +29,7 @@ from trainer.tracking.names import METRICS, clean_key, metric_of
 from trainer.tracking.plots import POINTS, make_plots, read_series
 from trainer.tracking.reporter import Reporter, StepCost
 from trainer.tracking.system import SystemSampler
+from trainer.tracking.tracker import Tracker
 
 
 def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
@@ -77,6 +78,25 @@ def test_on_a_full_disk_lines_remain(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lines.drop_after(3)
     lines.write(4, {"loss": 2.0}, time=0.0)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 4]
+
+
+def test_a_host_that_returns_takes_what_its_last_step_lacks(tmp_path: Path) -> None:
+    own, others = tmp_path / "own", tmp_path / "others"
+    for folder, steps in ((own, 3), (others, 4)):
+        folder.mkdir()
+        tracker = Tracker(folder, 0, FACTS, "", print, is_main=False)
+        for step in range(1, steps + 1):
+            tracker.step(step, {"loss": 1.0})
+            if (folder, step) == (others, 3):
+                tracker.step(step, {"ranks": 2.0})  # while the other one was away
+    lines = Tracker(others, 9, FACTS, "", print, is_main=False).lines_from(2)
+    tracker = Tracker(own, 9, FACTS, "", print, is_main=False)
+    tracker.take_lines(lines)
+    found = [json.loads(line) for line in (own / files.METRICS).read_text().splitlines()]
+    assert [(line["step"], line.get("ranks")) for line in found] == [
+        (1, None), (2, None), (3, None), (3, 2.0), (4, None),
+    ]  # fmt: skip
+    assert tracker.last_step == 4
 
 
 def test_new_lines_come_in_portions_and_whole(tmp_path: Path) -> None:
