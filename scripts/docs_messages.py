@@ -65,7 +65,7 @@ EXAMPLES = {
     "address on the network of <host>",
     "_link_check_and_settings": "find the cause: cat /sys/class/net/<interface>/speed (on <host>; for WiFi: "
     "iw dev <interface> link), or ansible-playbook train.yml with -e sync=local (docs/how-to/slow-link.md)",
-    "needs": " Here sync=exact needs <seconds> s of network in a step of <seconds> s.",
+    "needs": " At depth <depth> and <tokens> tokens a step, sync=exact needs <seconds> s of network per <seconds> s step here.",
     "range_change": "give <interface> another range of addresses (on <host>)",
     "over": "<interface>",
     "other_port": "use another port: write store_port: PORT into group_vars/fleet.yml of the inventory, "

@@ -40,7 +40,7 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
     explained, least = {each["host"] for each in found}, options["slow_mbit"]
     directed = directed_rates(measured)
     slow = {path: mbit for path, mbit in directed.items() if mbit < least and not explained & {*path}}
-    for end, verb, every in ((0, "sends", "to every peer"), (1, "receives", "from every peer")):
+    for end, verb, fastest in ((0, "sends", "to its fastest peer"), (1, "receives", "from its fastest peer")):
         for host in measured:
             paths = [path for path in directed if path[end] == host]
             # With two hosts both ends are alike: the sender is named, and the peer with it.
@@ -48,7 +48,7 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
                 best = max(slow.pop(path) for path in paths)
                 over = shown_interface(measured[host], measured[host]["interface"])
                 problem = (
-                    f"This host {verb} at most {best:.0f} Mbit/s over {over} {every}. "
+                    f"This host {verb} only {best:.0f} Mbit/s over {over}, even {fastest}. "
                     f"Below {least:g} Mbit/s a link can limit the speed of training.{needs}"
                 )
                 found.append(finding("NF540", host, problem, _link_check_and_settings(measured, host)))

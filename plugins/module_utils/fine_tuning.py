@@ -153,9 +153,9 @@ def _resumed(
             f"of the run {base}, does not exist any more."
         )
         fix = (
-            f"to fine-tune another checkpoint of {base} in a new run, repeat the command with -e "
-            f"run_id=NAME; to send {step} back to {host}, if fetch.yml has copied it to runs/{base}/{host} "
-            "on the controller: ansible coordinator -m ansible.posix.synchronize -b -a "
+            f"repeat the command with -e run_id=NAME  (a new run, from the newest checkpoint of {base}). Or, "
+            f"if fetch.yml has copied {step} to runs/{base}/{host} on the controller, send it back to "
+            f"{host}, then repeat the command: ansible coordinator -m ansible.posix.synchronize -b -a "
             f"'src=runs/{base}/{host}/checkpoints/{step} dest={RUNS}/{base}/checkpoints/'"
         )
         raise RefusedError(finding("NF427", host, problem, fix))

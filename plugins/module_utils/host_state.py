@@ -57,9 +57,10 @@ Options = Mapping[str, Any]
 
 
 class Commands:
-    """Commands that run while this process reads on. `answer` waits for one.
+    """Commands that run in the background, while this process reads other facts about the host.
 
-    commands: {name: words of the command}; one whose program is not installed is not started.
+    commands: {name: words of the command}. A command whose program is not installed is not started. The
+    method `answer` waits until a command has ended, and returns what it printed.
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:

@@ -48,9 +48,10 @@ def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
         return []
     request = Request(facts_by_host, options)
     findings = list(_elastic(request))
-    for host, facts in request.reached.items():
-        need = request.needs[host]
-        findings += _memory(host, facts, need, bool(request.stored))
+    joining = request.joining()
+    for host in joining or request.reached:  # the other hosts train already
+        facts, need = request.reached[host], joining.get(host, request.needs[host])
+        findings += _memory(host, facts, need, bool(request.stored), host in joining)
         findings += _disk(host, facts, need) if need.coordinates else []
         findings += [] if request.on_gpu else _processor(host, facts, request.config)
         findings += _cpus(host, facts, request.config, need.ranks)
@@ -69,14 +70,18 @@ class Request:
     """The requested run, and what it needs on each host.
 
     Arguments: as for `run_findings`. After construction: `reached` has the facts of the hosts that answered,
-    `stored` the configuration of an earlier attempt, `config` the one of this attempt, `on_gpu` whether it
-    computes on GPUs, `needs` {host: Need}, `decided` the settings that follow from the hosts, and `too_small`
-    {host: GiB that are missing} the hosts without memory for the copies of an elastic run.
+    `stored` the configuration of an earlier attempt and `members` its hosts, `config` the configuration of
+    this attempt, `on_gpu` whether it computes on GPUs, `needs` {host: Need}, `decided` the settings that
+    follow from the hosts, and `too_small` {host: GiB that are missing} the hosts without memory for the
+    copies of an elastic run.
     """
 
     def __init__(self, facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> None:
         self.reached = {host: facts for host, facts in facts_by_host.items() if "unreachable" not in facts}
-        self.stored = next((found for facts in self.reached.values() if (found := _stored(facts))), {})
+        run_files = map(_run_file, self.reached.values())
+        run_file = next((found for found in run_files if found.get("config")), {})
+        self.stored: Mapping[str, Any] = run_file.get("config", {})
+        self.members: Sequence[str] = run_file.get("hosts", [])
         try:
             # As train.yml resumes it: an existing run keeps its values for settings that are not given.
             self.config = RunConfig.resumed(self.stored, options["config"])
@@ -114,6 +119,21 @@ class Request:
         if self.config.is_elastic:
             self.needs = needs
 
+    def joining(self) -> dict[str, Need]:
+        """{host: Need} of the hosts that are to join the elastic run, which trains on the others.
+
+        Only hosts that were part of it at its start may become its coordinator (trainer/elastic).
+        """
+        hosts = [host for host, facts in self.reached.items() if not facts["active"]]
+        if not self.stored or not self.config.is_elastic or len(hosts) == len(self.reached):
+            return {}
+        return {
+            host: self.needs[host]
+            if host in self.members and self.config.has_failover(len(self.members), self.needs[host].ranks)
+            else self.needs[host].with_(coordinator_failover="false")
+            for host in hosts
+        }
+
     def fits(self, host: str, need: Need) -> bool:
         """Whether a host has the memory in `need`, or its memory is not known."""
         memory = memory_of(self.reached[host])
@@ -140,11 +160,11 @@ def _elastic(request: Request) -> Iterator[Finding]:
         yield warning("NF445", host, problem, fix)
 
 
-def _stored(facts: Facts) -> Mapping[str, Any]:
-    """The configuration in the run.json of an earlier attempt; {} without one."""
+def _run_file(facts: Facts) -> dict[str, Any]:
+    """The content of the run.json of an earlier attempt; {} without one."""
     try:
-        return dict(json.loads(facts.get("run_file", ""))["config"])
-    except (ValueError, KeyError, TypeError):
+        return dict(json.loads(facts.get("run_file", "")))
+    except (ValueError, TypeError):
         return {}
 
 
@@ -239,10 +259,11 @@ class Need:
         return ", ".join(f"{name} {size:.1f}" for name, size in largest if size >= 0.05)
 
 
-def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Finding]:
+def _memory(host: str, facts: Facts, need: Need, resumes: bool, joins: bool) -> Iterator[Finding]:
     """A refusal if the host has too little memory in total; a warning if too little of it is free.
 
-    resumes: whether the run exists, so that its depth cannot change.
+    resumes: whether the run exists, so that its depth cannot change. joins: whether it trains on other
+    hosts, so that only settings of this host can change.
     """
     if not (limit := memory_of(facts)):
         return
@@ -258,10 +279,17 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
             fix = f"repeat the command with -e depth={smaller[-1]}"
         else:
             fix = f"remove {host} from the inventory"
-        if need.with_(elastic="false").memory_gb <= limit:
-            fix = "repeat the command with -e elastic=false: no host then keeps copies of the state"
-        if need.with_(coordinator_failover="false").memory_gb <= limit:
+        rows = range(1, need.config.device_batch_size)
+        fewer = [n for n in rows if need.with_(device_batch_size=n).memory_gb <= limit]
+        if joins and fewer:
+            fix = (
+                f"write fleet_device_batch_size: {fewer[-1]} at {host} in the inventory, then repeat the "
+                "command"
+            )
+        elif not joins and need.with_(coordinator_failover="false").memory_gb <= limit:
             fix = "repeat the command with -e coordinator_failover=false: this host then keeps no copies"
+        elif not joins and need.with_(elastic="false").memory_gb <= limit:
+            fix = "repeat the command with -e elastic=false: no host then keeps copies of the state"
         yield finding("NF401", host, problem, fix)
         return
     available = min(total, int(facts.get("available_kb") or facts["memory_kb"]) / 2**20)
@@ -279,7 +307,7 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
             f"end programs that are not needed: sudo kill PID  (on {host}; the largest are listed with their "
             "PID by: ps aux --sort=-rss | head)"
         )
-        if need.with_(elastic="false").memory_gb <= available:
+        if need.with_(elastic="false").memory_gb <= available and not joins:
             fix += ", or repeat the command with -e elastic=false: no host then keeps copies of the state"
         yield warning("NF402", host, f"{problem}.", fix)
 

@@ -233,7 +233,7 @@ def rebooted(found: Mapping[str, State]) -> dict[str, float]:
 
 
 def returning(found: Mapping[str, State]) -> list[str]:
-    """The hosts that have rebooted during the run and are now restarting it by themselves.
+    """The hosts that rebooted during the run and now start their ranks again without a command.
 
     found: host -> result of run_state.
     """

@@ -67,10 +67,11 @@ def of_ssh(comment: str) -> bool:
 
 
 def ssh_verdict(rules: list[str], controller: str, port: int) -> str:
-    """Verdict of the first rule about the controller's SSH connection: accept, drop, or "" without one.
+    """The verdict of the first rule that applies to SSH from the controller: accept or drop; "" if none does.
 
-    A rule for one interface or one destination counts only if it drops. Any source matches an unknown
-    controller ("").
+    rules: rules of ufw in their order, each as its words after `ufw`. controller: its address; if that is
+    not known (""), the sources of the rules are ignored. port: the SSH port of this host. A rule for one
+    interface or one destination counts only if it drops.
     """
     for line in rules:
         rule = ufw_rule(f"ufw {line}")

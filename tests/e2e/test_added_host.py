@@ -1,4 +1,4 @@
-"""A host that is set up while an elastic run trains on two others joins it. Nobody types anything else."""
+"""A host that is set up while an elastic run trains on two others joins it, if it has the memory."""
 
 from __future__ import annotations
 
@@ -41,9 +41,16 @@ def test_a_new_host_joins_by_its_setup(three: Three, home: Fleet, dataset: Path,
     home.play("train.yml", run_id=RUN_ID, data_dir=dataset, **{**MODEL, **ELASTIC, **SLOWER})
     assert home.inventory is not None
     assert three.all.inventory is not None
-    home.inventory.write_text(three.all.inventory.read_text())
+    listed, line = three.all.inventory.read_text(), f"ansible_host: {three.addresses[LAST - 1]}\n"
+    small = f"{line}      fleet_memory: 500M\n"
+    home.inventory.write_text(listed.replace(line, small))
+    worker.has_ranks(2)
+    refused = " ".join(home.play("setup.yml", fails=True, data_dir=dataset).stdout.split())
+    assert f"NF401: {three.name(LAST)}: Depth 1 needs about" in refused
+    assert "the setting fleet_memory allows 0.5 GiB" in refused
     worker.has_ranks(2)
 
+    home.inventory.write_text(listed)
     said = " ".join(home.play("setup.yml", data_dir=dataset).stdout.split())
     assert f"Starting {three.name(LAST)} for the run {RUN_ID}, which trains on the others." in said
     worker.has_ranks(3)

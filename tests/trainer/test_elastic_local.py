@@ -87,6 +87,23 @@ def test_a_rank_that_is_slow_for_longer_than_the_grace_is_left_behind(begin: Beg
     check_steps(run)
 
 
+@pytest.mark.slow
+def test_a_coordinator_that_is_slow_for_longer_than_the_grace_is_replaced(begin: Begin) -> None:
+    run = begin(3, FailoverRun, faults={0: "sleep 20 8"}, local_grace=3)
+    run.reach(19)
+    run.leader = 1
+    assert run.has_ranks(2) < 15
+    ended = run.finish(0)
+    assert ended["outcome"] == "retryable"
+    assert "still computes a step" in ended["reason"]
+    run.start(0, SLOWER)
+    run.has_ranks(3)
+    for rank in (1, 0, 2):
+        assert run.finish(rank)["outcome"] == "finished", run.log(rank)
+        assert "trained again" not in run.log(rank)
+    check_steps(run)
+
+
 def test_the_others_continue_when_the_coordinator_is_lost(begin: Begin) -> None:
     run = begin(3, FailoverRun)
     run.reach(13)

@@ -123,7 +123,7 @@ def test_a_host_that_is_slow_to_everybody_is_named_once() -> None:
     measured["laptop"]["rates"]["attic"]["sent_mbit"] = 80.0
     found = only(measured)
     assert found["host"] == "laptop"
-    assert "sends at most 90 Mbit/s over eth0 to every peer" in found["problem"]
+    assert "sends only 90 Mbit/s over eth0, even to its fastest peer" in found["problem"]
     predict(measured)
     assert NEEDS in only(measured)["problem"]
 

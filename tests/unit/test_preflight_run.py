@@ -292,3 +292,28 @@ def test_a_run_keeps_what_was_decided_at_its_start() -> None:
     assert run.run_settings(facts, options) == {}
     again = {**options, "config": {"elastic": "auto"}}
     assert run.run_settings(facts, again) == {"elastic": "true"}
+
+
+def joining(small: str, **config: str) -> list[dict[str, str]]:
+    """The findings where b, with `small` kB of memory, joins a run that trains on a."""
+    large = {"memory_kb": "99000000", "active": [], "disks": {}, "flags": "", "cores": 4}
+    stored = json.dumps({"config": {"depth": 8, "elastic": "true", **config}, "hosts": ["a"]})
+    facts = {
+        "a": {**large, "run_file": stored, "memory_kb": "2000000", "active": ["nanofleet-d8.service"]},
+        "b": {**large, "memory_kb": small},
+    }
+    return run.run_findings(facts, {"asked": True, "config": {}, "nproc_per_node": 1})
+
+
+def test_a_host_that_is_too_small_to_join_is_refused_and_the_others_are_not_checked_again() -> None:
+    assert joining("6000000") == []
+    [found] = joining("1000000")
+    assert (found["code"], found["host"]) == ("NF401", "b")
+    assert found["remedy"] == "remove b from the inventory"
+    [found] = joining("6000000", device_batch_size="16")
+    assert "write fleet_device_batch_size: 4 at b in the inventory" in found["remedy"]
+
+
+def test_a_host_that_is_added_may_not_become_the_coordinator_and_keeps_no_copies() -> None:
+    keeps = run.Need({"depth": 8, "elastic": "true", "coordinator_failover": "true"}, world_size=2)
+    assert joining(str(int(keeps.memory_gb * 2**20) - 100_000), coordinator_failover="true") == []

@@ -38,10 +38,10 @@ SLOW = 5e9  # FLOP/s of one core, as of an emulated bfloat16: a large GEMM would
 
 
 class Ranks(Collectives):
-    """The ranks that all-reduce together in the rehearsal.
+    """The ranks that all-reduce together in the rehearsal, which measures hosts and network before any run.
 
-    world_size: their number. group: their process group; None: all ranks of the rehearsal. Raises
-    RuntimeError if the sum of a first all-reduce is wrong.
+    world_size: the number of ranks. group: their process group; None: all ranks of the rehearsal. The
+    constructor tests one all-reduce, and raises RuntimeError if its sum is wrong.
     """
 
     def __init__(self, world_size: int, group: dist.ProcessGroup | None = None) -> None:

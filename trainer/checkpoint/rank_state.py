@@ -94,10 +94,11 @@ def rank_state_file(run_dir: Path, step: int, rank: int) -> Path:
 def load_rank_state(
     run_dir: Path, meta: Mapping[str, Any], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, ParameterState]] | None:
-    """({name: tensor} of the sync mode, optimizer state) of a rank at a checkpoint, from its state file.
+    """Read the state file that `rank` wrote beside a checkpoint.
 
-    meta: content of the checkpoint's meta.json. None if the file of `rank` is missing in `run_dir`, or if its
-    sha256 is not the one in `meta`.
+    meta: the content of the checkpoint's meta.json. Returns (the tensors of the sync mode by name, the
+    optimizer state by the name of the parameter). Returns None if the file is missing in `run_dir`, or if
+    its sha256 is not the one in `meta`.
     """
     hashes = meta.get("own_sha256", [])
     path = rank_state_file(run_dir, int(meta["step"]), rank)

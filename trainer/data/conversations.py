@@ -192,7 +192,8 @@ def render_for_completion(messages: Conversation, tokenizer: Tokenizer) -> list[
     """Token ids of a prompt that a model completes with the next message of the assistant.
 
     If the last message is the assistant's, it is left out. The ids end with <|assistant_start|>. Raises
-    ConversationError or DataError.
+    ConversationError for messages that are no conversation, and DataError if the tokenizer lacks a special
+    token.
     """
     messages = check(messages)
     if messages[-1]["role"] == "assistant":

@@ -134,9 +134,10 @@ class Candidacy:
         """Wait until the hosts have elected a coordinator; returns the environment of this rank under it.
 
         In this environment rank 0 is on the host of the coordinator. On the coordinator, the attribute
-        `store` is then open. Called again when that coordinator is lost or replaced. is_silent: whether it
-        has not answered for so long that nobody waits for it. Raises Retryable if no host is elected within
-        FIRST_SECONDS, or within LATER_SECONDS if the run had a coordinator before.
+        `store` is then open. Call this again when the coordinator is lost or replaced. is_silent: whether
+        the last coordinator was silent for so long that the election need not wait for its answer. Raises
+        Retryable if no host is elected within FIRST_SECONDS, or within LATER_SECONDS if the run had a
+        coordinator before.
         """
         if self.election.is_over:
             self.store, self.electors = None, ()

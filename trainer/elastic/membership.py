@@ -46,6 +46,7 @@ LOST_STORE = (
     f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
     "Its host is off, asleep or cut off, or its rank is frozen."
 )
+LATE = "still computes a step that the others have completed, for longer than local_grace allows"
 SUPERSEDED = "Other hosts have elected another coordinator. This one joins it."
 
 
@@ -75,7 +76,7 @@ class Membership:
         thread with the outcome. candidacy: with coordinator_failover, the elections, whose coordinator has
         opened its store; else None. Raises RunEnd if this rank may not take part.
         """
-        self.env, self._log, self._candidacy = env, log, candidacy
+        self.env, self._log, self._candidacy, self._end_process = env, log, candidacy, end_process
         secret = read_secret()
         try:
             if candidacy and candidacy.store:
@@ -101,9 +102,7 @@ class Membership:
         self.left = threading.Event()  # set when this member may end
         self._stopped = threading.Event()
         if not env.is_coordinator:
-            threading.Thread(
-                target=self._watch_store, args=(end_process,), name="membership", daemon=True
-            ).start()
+            threading.Thread(target=self._watch_store, name="membership", daemon=True).start()
 
     def _open_keys(self, secret: bytes, run_id: str) -> SignedKeys:
         """The signed keys of this rank. Raises RunEnd if it may not take part."""
@@ -329,11 +328,11 @@ class Membership:
             except RuntimeError:
                 keys = None
 
-    def _watch_store(self, end_process: Callable[[Retryable], None]) -> None:
+    def _watch_store(self) -> None:
         """When the store does not answer, end the waits for the members.
 
         A connection to a frozen host stays open, and one to a host without power too: a thread that uses the
-        store may wait for ever. If the training thread does, `end_process` ends this process.
+        store may wait for ever. If the training thread does, this process ends.
         """
         answered = time.monotonic()
 
@@ -360,7 +359,7 @@ class Membership:
                 if hasattr(self, "view"):
                     self._break(self.view, LOST_STORE)
                 if self._uses_store or not hasattr(self, "view"):
-                    end_process(Retryable(LOST_STORE))
+                    self._end_process(Retryable(LOST_STORE))
                     return
 
     def _look(self, view: View, coordinator: Coordinator) -> None:
@@ -370,15 +369,15 @@ class Membership:
         numbers = self._late()
         late = [member for member in view.members if member.number in numbers]
         others = [*replaced, *silent, *late]
-        if not coordinator.suffices(member for member in view.members if member not in others):
+        suffices = coordinator.suffices(member for member in view.members if member not in others)
+        if self.env.rank in numbers and suffices and self._candidacy:
+            self._end_process(Retryable(f"This rank {LATE}. They elect another coordinator."))
+        if self.env.rank in numbers or not suffices:
             late = []  # the run could not continue without them
         for members, why in (
             (replaced, "has started again"),
             (silent, "sends no status, and its health endpoint does not answer"),
-            (
-                late,
-                "still computes a step that the others have completed, for longer than local_grace allows",
-            ),
+            (late, LATE),
         ):
             if members:
                 self._suspects |= {(member.number, member.incarnation) for member in members}

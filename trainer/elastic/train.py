@@ -120,9 +120,10 @@ class ElasticTrainer(Trainer):
     _patience = 60.0  # seconds for the members to notice a loss; before a step is measured
 
     def take_part(self, candidacy: Candidacy, last: LastTerm | None) -> None:
-        """Train under the elected coordinator. Call it before `run`, in a run with coordinator_failover.
+        """Prepare to train in the term of the elected coordinator. Only for runs with coordinator_failover.
 
-        candidacy: the elections. last: what this process keeps of the last term; None if it was no member.
+        Call this before `run`. candidacy: the elections. last: what this process keeps of the last term, the
+        time under one coordinator; None if it did not take part in one.
         """
         self.candidacy = self.setup.candidacy = candidacy
         self.setup.tracks_on_all_hosts = True

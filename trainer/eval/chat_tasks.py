@@ -97,8 +97,8 @@ class ChatTask:
 class ChatResult:
     """The result of a chat task.
 
-    correct: questions that the model answered right. items: all questions. baseline: accuracy of guessing,
-    from 0 to 1.
+    correct: the number of questions that the model answered right. items: the number of all questions.
+    baseline: the accuracy of guessing, from 0 to 1.
     """
 
     correct: int

@@ -124,19 +124,23 @@ class Watchdog:
         return received.age if received else None
 
     def delaying(self, seconds: float) -> list[int]:
-        """The ranks, by their number at launch, that still compute a step for which this rank waits.
+        """The ranks, by their number at launch, that still compute a step for which others wait.
 
-        seconds: the least time for which it has waited; two median steps, if that is longer. Ranks that wait
-        too, or whose phase is not known, are left out; before a step is measured, all are.
+        seconds: the least time for which this rank has waited, or if it computes itself, another one; two
+        median steps, if that is longer. Ranks that wait too, or whose phase is not known, are left out;
+        before a step is measured, all are.
         """
         mine, median = self._run_status.record(), self._run_status.step_seconds
-        waited = mine.phase_seconds if mine.waits and mine.phase == "sync" else None
-        if not median or waited is None or waited < max(seconds, DELAYING_STEPS * median):
+        received = {rank: known for rank, known in self._exchange.received.items() if rank in self._others}
+        recent = [known.status for known in received.values() if known.age < FRESH_SECONDS]
+        waiting = [status for status in [mine, *recent] if status.waits and status.phase == "sync"]
+        if mine.phase not in COMPUTING:
+            waiting = [status for status in waiting if status is mine]
+        waited = max((status.phase_seconds for status in waiting), default=0.0)
+        if not median or waited < max(seconds, DELAYING_STEPS * median):
             return []
-        received = dict(self._exchange.received)
-        return [
-            rank for rank in self._others if rank in received and received[rank].status.phase in COMPUTING
-        ]
+        phases = {self._me.rank: mine.phase, **{rank: known.status.phase for rank, known in received.items()}}
+        return [rank for rank, phase in phases.items() if phase in COMPUTING]
 
     def is_alive(self, rank: int) -> bool:
         """Whether a status of `rank` arrived in the last FRESH_SECONDS that does not report its end."""

@@ -29,7 +29,10 @@ def adopt_shards(base: Path, tokenizer: Tokenizer, data_dir: Path) -> Prepared:
 
 
 def adopt_tokenizer(tokenizer: Tokenizer, data_dir: Path) -> Path:
-    """Write `tokenizer` to `data_dir`, without shards; returns the path of the file. Raises DataError."""
+    """Write `tokenizer`, and no data shards, to `data_dir`; returns the path of the tokenizer's file.
+
+    Raises DataError if `data_dir` has another tokenizer.
+    """
     with locked(data_dir / ".lock"):
         _check_tokenizer(tokenizer, data_dir)
         return tokenizer.save(data_dir / "tokenizer")

@@ -25,9 +25,9 @@ MODEL_FILE = re.compile(r"model_(\d{6,})\.pt")
 
 @dataclass(frozen=True)
 class Pair:
-    """A checkpoint of nanochat: a model file and a meta file. folder: of both.
+    """A checkpoint of nanochat: a model file and a meta file.
 
-    step: the number in their names.
+    folder: the folder that has both files. step: the number in their names.
     """
 
     folder: Path

@@ -76,7 +76,7 @@ def read_key(path: Path | None) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError, which names the port, if it is in use or cannot be opened."""
+    """A listening socket. Raises ConfigError with the port if that is in use or cannot be opened."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind)

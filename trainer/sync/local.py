@@ -64,9 +64,10 @@ COUNT_BYTES = 8  # the token count of a rank, an int64 that follows its packed v
 
 
 class Local(SyncMode):
-    """Steps the parameters of this rank, and the outer parameters in sync rounds of all ranks.
+    """The sync mode local: each rank trains its own parameters, and sync rounds bring them together.
 
-    group: the ranks. model, optimizer: of this rank. outer: settings of local; None: the defaults.
+    A sync round updates the outer parameters, which are equal on all ranks. group: the ranks. model,
+    optimizer: those of this rank. outer: the settings of sync=local; None: their defaults.
     """
 
     def __init__(

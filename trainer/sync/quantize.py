@@ -22,7 +22,7 @@ FITS = 4  # iterations of Lloyd's algorithm; further ones change the squared err
 class Quantizer:
     """Packs a flat tensor of floats into bytes.
 
-    bits: of a value, 2, 4 or 8; with 32 the values are copied unchanged.
+    bits: the bits of a packed value: 2, 4, 8 or 32. With 32, values of 32 bits are copied unchanged.
     """
 
     def __init__(self, bits: int) -> None:
