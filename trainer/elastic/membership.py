@@ -1,10 +1,11 @@
 """The members of an elastic run as a rank sees them: who takes part, who is lost, who asks to join.
 
-membership = Membership(env, run_id, log)
-view = membership.join(record, min_hosts)      # the first view with this rank; nothing is connected yet
-membership.watch(age)                          # a thread that looks for losses and applicants
-group.interruption = membership.interruption   # ends the waits for a member that is lost
-view = membership.change(60)                    # agree on the next view; then connect again
+membership = Membership(env, run_id, log, end_process)
+view = membership.join(record, min_hosts, is_loading)    # the first view with this rank
+group = ...                                              # a process group of the members of the view
+membership.watch(age)                                    # a thread that looks for losses and applicants
+group.interruption = membership.interruption             # ends the waits for a member that is lost
+view = membership.change(60)                             # agree on the next view; then connect again
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from trainer.outcome import Final, Retryable
 
 WATCH_SECONDS = 0.25
 LATE_SECONDS = 2.0  # without a status, which comes every second: the member is queried
-SILENT_SECONDS = 4.0  # without a status: a member that does not answer is lost
+SILENT_SECONDS = 3.0  # without a status: a member that does not answer is lost
 QUERY_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
-LOST_STORE_SECONDS = 4.0  # without an answer of the store, a member gives up
+LOST_STORE_SECONDS = 3.0  # without an answer of the store, a member gives up
 LOST_STORE = (
     f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
     "Its host is off, asleep or cut off, or its rank is frozen."
@@ -54,10 +55,10 @@ class Membership:
     """The members of an elastic run as this rank sees them, and its part in changing them.
 
     view: the newest view that has this rank.
-    env: the environment of this rank; its rank is the one at launch.
+    env: the environment of this rank. env.rank is its number, not its rank in the view (see keys.py).
     store: the rendezvous store.
     left: event that is set when this member may end.
-    is_store_lost: whether the store has not answered for so long that this member has given it up.
+    is_store_lost: whether the store has not answered for LOST_STORE_SECONDS; this member then gives it up.
     """
 
     view: View
@@ -72,9 +73,10 @@ class Membership:
     ) -> None:
         """Connect to the rendezvous store, which the coordinator opens.
 
-        env, run_id: environment and run of this rank. end_process: ends this process, called from another
-        thread with the outcome. candidacy: with coordinator_failover, the elections, whose coordinator has
-        opened its store; else None. Raises RunEnd if this rank may not take part.
+        env, run_id, log: of this rank. end_process: function that ends this process; another thread calls it
+        with the outcome. candidacy: with coordinator_failover, the elections, after a coordinator is elected;
+        else None. Raises RunEnd if the store does not answer or this rank may not take part; ConfigError if
+        the secret of the fleet cannot be read.
         """
         self.env, self._log, self._candidacy, self._end_process = env, log, candidacy, end_process
         secret = read_secret()
@@ -123,8 +125,9 @@ class Membership:
         """Become a member of the next view; returns the view.
 
         The coordinator first waits for the other ranks. record: the consistency record of this rank.
-        min_hosts: the setting. is_loading: returns whether the rank with this number still loads. kind: on a
-        coordinator that continues from its memory, the device kind of the run; else "".
+        min_hosts: the setting of this name; with elections, their quorum is used instead. is_loading: returns
+        whether the rank with this number still loads. kind: on a coordinator that continues the run from its
+        memory, the device kind of the run; else "".
         """
         number = self.env.rank
         me = Member(number, self._keys.add(f"incarnation/{number}", 1), record)
@@ -147,9 +150,10 @@ class Membership:
         return self.view
 
     def fetch(self) -> dist.Store | None:
-        """Ask the coordinator for the shared state before this rank joins, if the run trains already.
+        """Ask the coordinator to send the shared state (prefetch.py) before this rank joins.
 
-        Returns the store by which this rank and the coordinator connect for it; None before the first view.
+        Returns a store by which this rank and the coordinator connect for the transfer; None if the run has
+        no view yet, so that it does not train.
         """
         if not self._keys.get("committed"):
             return None
@@ -158,10 +162,10 @@ class Membership:
         return dist.PrefixStore(f"fetch/{token}", self.store)
 
     def change(self, seconds: float) -> View:
-        """Agree with the other members on the next view, after a step or a loss; returns it.
+        """Agree with the other members on the next view, after a step or a loss; returns that view.
 
-        seconds: the longest wait for a member that still computes and answers. Raises Retryable if this rank
-        is not in the view, or the coordinator is lost.
+        seconds: the longest wait for a member that still computes and answers; at least READY_SECONDS. Raises
+        Retryable if this rank is not in that view, or if the coordinator is lost or replaced.
         """
         seconds = max(READY_SECONDS, seconds)
         with self._using_store():
@@ -211,9 +215,9 @@ class Membership:
         return not self.view.kind
 
     def decide_kind(self, kind: str) -> str:
-        """The device kind of the run: `kind` in the first view, later that of the members.
+        """The device kind of the run: `kind` in the first view, later the kind that was decided then.
 
-        kind: "cpu" or "cuda". Raises Final for "cuda".
+        kind: "cpu" or "cuda". Raises Final if it is "cuda" in the first view: elastic runs compute on CPUs.
         """
         if self.view.kind:
             return self.view.kind
@@ -275,11 +279,11 @@ class Membership:
         return self._leaving.is_set()
 
     def leave(self, seconds: float) -> bool:
-        """Ask to end after this step. Called on another thread than the training one.
+        """Ask to end this rank after the present step, and wait until it may end.
 
-        Returns whether the others can continue without this rank within `seconds`: they have changed the
-        members, or have the state of this rank. False on the coordinator of a run without failover, and on
-        the last rank.
+        Call this on another thread than the training thread. Returns True when the other ranks can continue
+        without this one; False if that takes longer than `seconds` or the store is lost. Also False on the
+        coordinator of a run without coordinator_failover, and on the last rank.
         """
         if self._follower is None:
             if self._candidacy is None or len(self.view.members) == 1:
@@ -300,14 +304,17 @@ class Membership:
     ) -> None:
         """Start the thread that finds lost members and ranks that ask to join or leave.
 
-        age: function of a rank at launch: seconds since its last run status; None before the first. late:
-        returns the ranks at launch for which the others do not wait any longer.
+        age: returns the seconds since the last run status of the rank with this number; None before its first
+        run status. late: returns the numbers of the ranks for which the others no longer wait.
         """
         self._age, self._late = age, late
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
 
     def stop(self) -> None:
-        """End the threads that watch members and store; one may wait for the store for ever."""
+        """Stop the threads that watch the members and the store.
+
+        A thread that waits for the store may remain.
+        """
         self._stopped.set()
         self.send_state = None
 
@@ -339,7 +346,7 @@ class Membership:
         def ask() -> None:
             nonlocal answered
             store = None
-            while not self._stopped.wait(1.0):
+            while not self._stopped.wait(0.5):
                 try:
                     store = store or open_store(self.env, seconds=LOST_STORE_SECONDS / 2)
                     store.check(["any"])
@@ -430,7 +437,7 @@ class Membership:
 
 
 def lost_store(error: RuntimeError) -> Retryable:
-    """The end of an attempt whose rendezvous store does not answer any more."""
+    """The exception that ends an attempt because the rendezvous store was lost. error: that of the store."""
     return Retryable(
         "The rendezvous store was lost: rank 0 or its host has ended, or the network was interrupted "
         f"({str(error).splitlines()[0]})."
