@@ -1,4 +1,4 @@
-"""Measures what it costs a run when a host is lost, leaves or returns: elastic, and restarted by its units.
+"""Measures what it costs a run when a host is lost, leaves or returns, with and without elastic=true.
 
     python -m benchmarks.elastic --lab NAME --data-dir data --out artifacts/elastic --record
 
@@ -8,9 +8,10 @@ NAME is a lab of three or more hosts that setup.yml has set up with the same dat
     ansible-playbook -i .lab/NAME/inventory setup.yml -e data_dir=data
 
 Each event happens to the last host, --repeats times with elastic=true, and --restarts times with
-elastic=false and a checkpoint every minute. A host that is cut off, frozen, stopped or without power is back
-after 20 s. Prints the medians and writes them to OUT/elastic.json after each round; --record also writes
-docs/recorded/elastic.json. Times are those of the lines in metrics.jsonl of the coordinator.
+elastic=false, where the units restart the run from its last checkpoint. A checkpoint is saved every minute. A
+host that is cut off, frozen, stopped or without power is back after 20 s. Writes the medians to
+OUT/elastic.json after each event, and prints them at the end; --record also writes
+docs/recorded/elastic.json. The times are those of the lines in metrics.jsonl of the coordinator.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ SETTINGS = {
 
 @dataclass
 class Lab:
-    """The hosts of a lab, their run, and what it has written so far."""
+    """The hosts of a lab, their run, and what the run has written to metrics.jsonl so far.
+
+    name: the name of the lab. hosts: the number of its hosts, which are numbered from 1.
+    """
 
     name: str
     hosts: int
@@ -67,6 +71,7 @@ class Lab:
     steps: dict[tuple[float, int], float] = field(default_factory=dict)  # (time, step) -> seconds of the step
     changes: list[tuple[float, int]] = field(default_factory=list)  # (time, ranks)
     observer: int = 1  # the host whose metrics.jsonl is read
+    processes: dict[int, int] = field(default_factory=dict)  # host -> PID of its first process here
 
     def host(self, number: int) -> str:
         return f"{self.name}-{number}"
@@ -83,6 +88,19 @@ class Lab:
     def inside(self, number: int, command: str) -> str:
         return self.podman("exec", self.host(number), "sh", "-c", command)
 
+    def run_dir(self, number: int) -> Path:
+        """The run directory on a host, as a path on this machine. Raises SystemExit if the host is off.
+
+        To read it so takes no CPU time of the host, as a command on the host would.
+        """
+        process = self.processes.get(number, 0)
+        if not Path(f"/proc/{process}/root/sbin").exists():
+            process = int(self.podman("inspect", "--format", "{{.State.Pid}}", self.host(number)))
+            if not process:
+                raise SystemExit(f"{self.host(number)} is off")
+            self.processes[number] = process
+        return Path(f"/proc/{process}/root{RUNS}/{self.run_id}")
+
     def play(self, playbook: str, **settings: object) -> None:
         words = [f"-e{name}={value}" for name, value in settings.items()]
         inventory = ROOT / ".lab" / self.name / "inventory"
@@ -91,13 +109,19 @@ class Lab:
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
 
-    def read(self, lines: str = "60") -> None:
-        """Keep the newest lines of metrics.jsonl (`lines` as for tail -n: +1 for all).
+    def read(self, newest: int | None = 60) -> None:
+        """Add the newest lines of metrics.jsonl to `steps` and `changes`.
 
-        A run removes the lines of the steps that it repeats.
+        newest: the number of lines; None: all. Lines that were read earlier are kept: a run removes the
+        lines of steps that it trains again from the file. Raises SystemExit if there is no such file.
         """
-        text = self.inside(self.observer, f"tail -n {lines} {RUNS}/{self.run_id}/metrics.jsonl")
-        for line in map(json.loads, text.splitlines()):
+        path = self.run_dir(self.observer) / "metrics.jsonl"
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        except OSError as error:
+            raise SystemExit(f"{path} on {self.host(self.observer)}: {error.strerror}") from None
+        complete = (line for line in lines[-(newest or 0) :] if line.endswith("\n"))
+        for line in map(json.loads, complete):
             if "loss" in line:
                 self.steps[line["time"], line["step"]] = line["step_seconds"]
             elif "ranks" in line and (change := (line["time"], int(line["ranks"]))) not in self.changes:
@@ -109,9 +133,9 @@ class Lab:
         return repeated(self.inside(host, f"cat {RUNS}/{self.run_id}/train.log") for host in hosts)
 
     def wait(self, holds: Callable[[], bool], what: str, seconds: float = 300) -> None:
-        """Read metrics.jsonl until `holds` returns true.
+        """Read metrics.jsonl until `holds` returns True.
 
-        Raises SystemExit after `seconds`. what: the awaited event, for its message.
+        Raises SystemExit if that takes longer than `seconds`. what: the awaited event, for the error message.
         """
         end = time.monotonic() + seconds
         while not holds():
@@ -121,12 +145,12 @@ class Lab:
             self.read()
 
     def after(self, at: float) -> list[tuple[float, int]]:
-        """(time, step) of the steps after a time, in the order of time."""
+        """(time, step) of each step that ended after the Unix time `at`, sorted by time."""
         return sorted(key for key in self.steps if key[0] > at)
 
 
 def repeated(logs: Iterable[str]) -> int:
-    """The number of steps that were trained again. logs: train.log of each host."""
+    """The number of steps that were trained again. logs: the text of train.log on each host."""
     after: dict[int, int] = {}
     for step, count in (map(int, found) for log in logs for found in AGAIN.findall(log)):
         after[step] = max(count, after.get(step, 0))
@@ -135,9 +159,10 @@ def repeated(logs: Iterable[str]) -> int:
 
 @dataclass(frozen=True)
 class Event:
-    """An event on a host. plant: makes it happen.
+    """An event on a host.
 
-    fix: ends it when the host has been away for AWAY_SECONDS; None if the host returns by itself.
+    plant: a function that makes the event happen. fix: a function that ends the event, called when the host
+    has been away for AWAY_SECONDS; None if the host returns by itself.
     """
 
     name: str
@@ -146,7 +171,7 @@ class Event:
 
 
 def events(lab: Lab, host: int) -> list[Event]:
-    """All events that can happen to a host, by its number."""
+    """All events for a host. host: its number."""
     name, unit = lab.host(host), f"nanofleet-{lab.run_id}"
     gateway = lab.inside(host, "ip -4 route show default").split()[2]
     starts = f"systemctl reset-failed {unit}; systemctl start nanofleet@{lab.run_id}"
@@ -169,7 +194,14 @@ def events(lab: Lab, host: int) -> list[Event]:
 
 
 def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
-    """Let an event happen, and wait until all ranks train again; returns its figures."""
+    """Let an event happen, and wait until all ranks train again; returns the figures of the event.
+
+    next_step: seconds from the event to the first step after the interruption. pause: seconds between that
+    step and the step before it. repeated: the number of steps that were trained again.
+    elastic: whether the run is elastic. If True, the figures also have `return` (seconds from the end of the
+    event to the first step of all ranks), join_pause (seconds between that step and the step before it) and
+    changes (the number of changes of the members).
+    """
     lab.read()
     calm = time.time()
     lab.wait(lambda: len(lab.after(calm)) >= CALM_STEPS, f"{CALM_STEPS} steps before {event.name}")
@@ -216,14 +248,20 @@ def _restart_figures(lab: Lab, planted: float, fixed: float) -> dict[str, float]
 
 
 def around(steps: Iterable[tuple[float, int]], at: float) -> tuple[float, float, int]:
-    """The first step after a time: (its time, seconds since the step before it, steps trained again)."""
+    """The first step after the time `at`, as (its time, seconds since the step before it, repeated steps).
+
+    steps: (time, step) of each step. repeated steps: how many of the steps before `at` are trained again.
+    """
     done = [(when, step) for when, step in sorted(steps) if when <= at]
     when, step = min(key for key in steps if key[0] > at)
     return when, when - done[-1][0], max(0, max(each for _, each in done) - step + 1)
 
 
 def longest_gap(steps: Iterable[tuple[float, int]], after: float) -> tuple[float, float]:
-    """The longest time without a step that ends after a time: (its start, its seconds)."""
+    """The longest time between two consecutive steps, as (its start, its seconds).
+
+    steps: (time, step) of each step. after: only steps after this time count as the second of the two.
+    """
     times = sorted(when for when, _ in steps)
     gaps = [(end - start, start) for start, end in itertools.pairwise(times) if end > after]
     seconds, start = max(gaps, default=(0.0, after))
@@ -231,16 +269,16 @@ def longest_gap(steps: Iterable[tuple[float, int]], after: float) -> tuple[float
 
 
 def medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each figure, rounded; {} of nothing."""
+    """The median of each figure in `found`, rounded to one decimal; {} if `found` is empty."""
     names = found[0] if found else {}
     return {name: round(statistics.median(each[name] for each in found), 1) for name in names}
 
 
 def copies(lab: Lab) -> dict[str, float]:
-    """Figures of the copies of its state that an elastic run has made.
+    """Figures of the copies of the training state that the ranks of an elastic run have made.
 
-    copies: their number. pause_seconds: the median pause of training for a copy. state_bytes: the mean size
-    of a checkpoint.
+    copies: the number of copies. pause_seconds: the median pause of training for a copy. state_bytes: the
+    mean size of a checkpoint in bytes.
     """
     text = lab.inside(1, f"grep -h 'Copying the state' {RUNS}/{lab.run_id}/train.log || true")
     pauses = [float(line.rsplit("paused ", 1)[1].split()[0]) for line in text.splitlines()]
@@ -324,7 +362,8 @@ def keep(
 ) -> None:
     """Add the medians so far to `content` as its entry `key`, and write `content` to OUT/elastic.json.
 
-    With --record also to docs/recorded/elastic.json. found: event -> the figures of each repeat.
+    With --record, `content` is also written to docs/recorded/elastic.json. found: {event: figures of each
+    repeat}.
     """
     content[key] = [
         {"event": name, "repeats": len(each), **medians(each)} for name, each in found.items() if each
@@ -346,7 +385,7 @@ HEAD = (
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The table of the documentation: a row for each event, elastic beside restart."""
+    """The table of the documentation: a row for each event, with elastic=true and with elastic=false."""
     restarts = {row["event"]: row for row in content.get("restart", [])}
     rows = []
     for row in content.get("elastic", []):

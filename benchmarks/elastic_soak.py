@@ -2,15 +2,17 @@
 
     python -m benchmarks.elastic_soak --lab NAME --data-dir data --out artifacts/soak --minutes 30 --seed 1
 
-NAME is a lab of three or more hosts, as for `python -m benchmarks.elastic`. Its events happen here at random
-times, every 45 s on average, to any host, also to the one that coordinates the run. Several hosts may be away
-at once, but not so many that no majority is left. The seed fixes the random numbers. Two soaks with the same
-seed can still differ, because an event waits until hosts are back from the ones before. Prints each
-event and the result, and writes OUT/soak.json; --record also writes docs/recorded/soak.json.
+NAME is a lab of three or more hosts, as for `python -m benchmarks.elastic`. The events are those of that
+benchmark. Here they happen at random times, every 45 s on average, to any host, also to the one that
+coordinates the run. Several hosts may be away at once, but not so many that no majority is left. The seed
+fixes the random numbers. Two soaks (runs of this benchmark) with the same seed can still differ, because an
+event waits until hosts are back from earlier events. Prints each event and the result, and writes
+OUT/soak.json; --record also writes docs/recorded/soak.json.
 
-goodput = steps trained / steps that the members of each moment could have trained at their median step.
-Steps that are trained again count once; changes of the members, copies and the wait for a lost member count
-as lost time. The time in which a host boots or is away does not, because it is no member then.
+goodput = steps trained / steps that the members could have trained in the same time, at the median duration
+of a step with the same number of members. The members are the hosts that train at a moment. Steps that are
+trained again count once. Changes of the members, copies of the state and the wait for a lost member
+count as lost time. The time in which a host boots or is away does not, because the host is no member then.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ SETTLE_SECONDS = 60.0  # after the last event, for the hosts to return
 
 @dataclass
 class Soak:
-    """What has happened to a run: from when to when (time.time()), and how often each event."""
+    """What has happened to a run in a soak.
+
+    began, ended: Unix times. counts: {event: the number of times that it happened}. events: the sum of these.
+    """
 
     began: float = 0.0
     ended: float = 0.0
@@ -52,7 +57,10 @@ class Soak:
 
 
 def disturb(lab: Lab, minutes: float, seed: int, say: Callable[[str], None] = print) -> Soak:
-    """Let events happen to the run of `lab` for some minutes, and wait until the hosts are back."""
+    """Let random events happen to the run of `lab` for some minutes, and wait until the hosts are back.
+
+    minutes: their number. seed: the seed of the random events. say: a function that prints a line.
+    """
     chance, soak = random.Random(seed), Soak(began=time.time())
     order = itertools.count()
     due: list[tuple[float, int, Callable[[], object]]] = []  # what ends an event, by its time
@@ -96,10 +104,11 @@ def goodput(
     began: float,
     ended: float,
 ) -> tuple[float, dict[int, float]]:
-    """(share of the possible steps that were trained, median seconds of a step by number of ranks).
+    """The goodput of a run (see the top of this file) between the times `began` and `ended`.
 
-    steps: (time, step) -> its seconds; changes: (time, ranks) of each change of the members; at_first: ranks
-    before the first change. Times are those of time.time(). Raises ValueError without a step.
+    Returns (goodput, {number of ranks: median seconds of a step}). steps: {(time, step): seconds of the
+    step}. changes: (time, number of ranks after it) for each change of the members. at_first: the number of
+    ranks at `began`. Times are Unix times. Raises ValueError if no step was trained.
     """
     marks = [(began, at_first), *sorted(each for each in changes if began < each[0] < ended)]
     periods = [(count, at, until) for (at, count), (until, _) in itertools.pairwise([*marks, (ended, 0)])]
@@ -119,13 +128,14 @@ def goodput(
 
 
 def result(lab: Lab, soak: Soak) -> dict[str, Any]:
-    """The figures of a soak; reads all lines of metrics.jsonl, which each host completes when it joins.
+    """The figures of a soak, from all lines of metrics.jsonl.
 
-    It lacks the changes of the members while it was away, so those are read from all hosts.
+    A host that joins gets the lines of the steps that its file lacks, so the steps are read from one host.
+    The file can still lack changes of the members, so these are read from all hosts.
     """
-    lab.read(lines="+1")
+    lab.read(newest=None)
     for host in range(1, lab.hosts + 1):
-        dataclasses.replace(lab, steps={}, observer=host).read(lines="+1")  # adds to lab.changes
+        dataclasses.replace(lab, steps={}, observer=host).read(newest=None)  # adds to lab.changes
     changes = distinct(lab.changes)
     at_first = next((count for at, count in reversed(changes) if at <= soak.began), lab.hosts)
     share, medians = goodput(lab.steps, changes, at_first, soak.began, soak.ended)
@@ -144,15 +154,18 @@ def result(lab: Lab, soak: Soak) -> dict[str, Any]:
 
 
 def distinct(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
-    """The changes of the number of ranks, each once, from (time, ranks) as all hosts have written them."""
+    """The changes of the number of ranks, as (time, ranks) sorted by time, each only once.
+
+    changes: (time, ranks), as all hosts have written them.
+    """
     ordered = sorted(changes)
     return [each for each, before in zip(ordered, [(0.0, 0), *ordered], strict=False) if each[1] != before[1]]
 
 
 def idle(steps: Mapping[tuple[float, int], float], began: float, ended: float) -> float:
-    """The share of the time in which no step was computed that was completed.
+    """The share of the time from `began` to `ended` that is not covered by a completed step.
 
-    steps: (time, step) -> its seconds. began, ended: times, as those of the steps.
+    steps: {(time, step): seconds of the step}. All times are Unix times.
     """
     ordered = sorted((at, seconds) for (at, _), seconds in steps.items() if began < at <= ended)
     gaps = [at - before - seconds for (before, _), (at, seconds) in itertools.pairwise(ordered)]

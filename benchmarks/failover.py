@@ -3,9 +3,9 @@
     python -m benchmarks.failover --lab NAME --data-dir data --out artifacts/failover --record
 
 NAME is a lab of three or more hosts, as for benchmarks.elastic. Each event happens --repeats times to the
-host that coordinates the run at that moment; a host that is cut off, frozen, stopped or without power is back
-after 20 s. Prints the medians and writes them to OUT/failover.json; --record also writes
-docs/recorded/failover.json. Times are those of the lines in metrics.jsonl of another host.
+coordinator, the host that coordinates the run at that moment. A host that is cut off, frozen, stopped or
+without power is back after 20 s. Prints the medians and writes them to OUT/failover.json; --record also
+writes docs/recorded/failover.json. The times are those of the lines in metrics.jsonl of another host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import elastic, ranks, record
-from benchmarks.elastic import AWAY_SECONDS, CALM_STEPS, POLL_SECONDS, RUNS, Lab
+from benchmarks.elastic import AWAY_SECONDS, CALM_STEPS, POLL_SECONDS, Lab
 from benchmarks.lab import machine
 from trainer.formatting import markdown_table
 
@@ -31,23 +31,26 @@ REPEATED_STEPS = 15  # about the most that an event repeats
 
 
 def status(lab: Lab) -> dict[str, Any]:
-    """The newest run status of a rank 0, with its host as `number`; {} if no host answers."""
+    """The newest run status that a rank 0 has written; `number` is the number of its host.
+
+    {} if no host has a run status of a rank 0.
+    """
     found = []
     for host in range(1, lab.hosts + 1):
-        command = f"cat {RUNS}/{lab.run_id}/heartbeat-0.json 2>/dev/null || true"
         try:
-            text = lab.inside(host, command)
-            found += [{**json.loads(text), "number": host}] if text else []
-        except (SystemExit, ValueError):  # it is off, or the file is being replaced
+            text = (lab.run_dir(host) / "heartbeat-0.json").read_text(encoding="utf-8")
+            found.append({**json.loads(text), "number": host})
+        except (SystemExit, OSError, ValueError):  # it is off, or has no such file
             continue
     return max(found, key=lambda each: float(each["time"]), default={})
 
 
 def measure(lab: Lab, name: str) -> dict[str, float]:
-    """Let the event `name` happen to the coordinator; wait until all ranks train again. Returns its figures.
+    """Let the event `name` happen to the coordinator, wait until all ranks train again, and return figures.
 
-    next_step: seconds until the next step. repeated: steps trained again. all_after: seconds until all ranks
-    train, from the return of the host. Raises SystemExit if they do not.
+    next_step: seconds from the event to the next step. repeated: the number of steps that were trained again.
+    all_after: seconds from the end of the event until all ranks train. Raises SystemExit if not all ranks
+    train within WAIT_SECONDS.
     """
     coordinator = int(status(lab)["number"])
     watched = dataclasses.replace(lab, steps={}, changes=[], observer=1 if coordinator > 1 else 2)

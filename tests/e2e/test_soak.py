@@ -86,9 +86,9 @@ def fetch(lab: Lab, folder: Path) -> None:
     """Fetch the checkpoints of all hosts that are on; one that is removed meanwhile is left out."""
     new = folder / "new"
     for host in range(1, HOSTS + 1):
-        with contextlib.suppress(SystemExit):
-            for name in lab.inside(host, f"cd {RUNS}/{RUN_ID}/checkpoints && ls -d step_*").split():
-                if not (folder / name).exists():
+        with contextlib.suppress(SystemExit, OSError):
+            for path in (lab.run_dir(host) / "checkpoints").glob("step_*"):
+                if not (folder / path.name).exists():
                     shutil.rmtree(new, ignore_errors=True)
-                    lab.podman("cp", f"{lab.host(host)}:{RUNS}/{RUN_ID}/checkpoints/{name}", str(new))
-                    new.rename(folder / name)
+                    shutil.copytree(path, new)
+                    new.rename(folder / path.name)
