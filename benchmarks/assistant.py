@@ -57,13 +57,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def entries(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, without steps that were trained again after a restart."""
+    """The lines of metrics.jsonl as dicts; of a step that was trained several times, only the last line."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return list({(line.get("step"), "loss" in line): line for line in lines}.values())
 
 
 def stage(run_dir: Path) -> dict[str, Any]:
-    """The figures of a run: its size, its hours of training and its validation in bits per byte."""
+    """The figures of a run, such as its depth, its hours of training and its validation in bits per byte."""
     config = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["config"]
     outcome = json.loads((run_dir / "outcome.json").read_text(encoding="utf-8"))
     lines = entries(run_dir)
@@ -88,7 +88,10 @@ def answer(run_dir: Path, question: str) -> str:
 
 
 def draw(path: Path, lines: list[dict[str, Any]], tokens: int) -> None:
-    """Plot training loss and validation bits per byte over tokens and hours to `path`."""
+    """Plot the training loss over tokens and the validation in bits per byte over hours, to the file `path`.
+
+    lines: the result of `entries`. tokens: the number of tokens in a step.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The benchmark cases of `make bench`: their names, their state of the lab, and their expected duration.
+"""The benchmark cases of `make bench`: their names, the state of the lab for each, and their duration.
 
 The name of a case is KIND-TOKENS-FORMAT[-SHARES][-on-HOST], as in bench.yml. Cases of the kind `solo` are
 single-host baselines. With `idle/` before its name, a baseline is measured while the other host is idle.
@@ -18,10 +18,11 @@ CASE_SECONDS = 45.0  # to start a case, measure its limits and remove it
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that are measured on one state of the lab, in this order.
+    """Cases that are measured one after the other on the same state of the lab.
 
-    link: rate of the network; takes: baselines that are copied from the first group; slow_second: whether the
-    second host gets only A_THIRD of a core.
+    name: the name of the group. link: the rate of the network, such as 100mbit. cases: the names of the
+    cases, in their order. takes: baselines whose results are copied from the first group, not measured again.
+    slow_second: whether the second host gets only the share A_THIRD of a core.
     """
 
     name: str
@@ -76,20 +77,23 @@ LOCAL_STEPS = 30  # one sync round of every fragment with local_steps=30
 
 
 def plain(case: str) -> str:
-    """The name of a case for bench.yml, without `idle/`: bench.yml does not know the other host's load."""
+    """The name of a case without `idle/`, as bench.yml takes it."""
     return case.removeprefix(IDLE)
 
 
 def has_neighbour(case: str) -> bool:
-    """Whether the other host trains on its own while the case is measured: for single-host baselines."""
+    """Whether the other host trains a model of its own while the case is measured.
+
+    True for single-host baselines, unless their names have `idle/` or a host.
+    """
     return case.startswith("solo") and "-on-" not in case
 
 
 def kind_of(case: str) -> tuple[int, str, str]:
-    """(steps, folder, dtype): consecutive cases with equal values are measured together.
+    """What must be equal in cases that are measured together, as (steps, folder, dtype).
 
-    folder: `idle/` or "". dtype: of the training on the other host meanwhile, "" if that host is not to
-    train.
+    steps: the number of steps. folder: `idle/` or "". dtype: the number format in which the other host trains
+    meanwhile, "" if it does not train.
     """
     folder = IDLE if case.startswith(IDLE) else ""
     return steps_of(case), folder, case.rpartition("-")[2] if has_neighbour(case) else ""
@@ -115,7 +119,10 @@ def core_rate() -> float:
 
 
 def expected(case: str, rate: float) -> float:
-    """Estimate the seconds of a case: each rank has one core and reaches 3/4 of `rate`, in FLOP/s."""
+    """Estimate the seconds that a case takes, if each rank has one core and reaches 3/4 of `rate`.
+
+    rate: the GEMM rate of a core in float32, in FLOP/s.
+    """
     tokens = int(match[0]) if (match := re.search(r"\d{4,}", case)) else 2048
     cores = 1 if plain(case).startswith("solo") else 2
     speed = 0.75 * rate * (2 if "bfloat16" in case else 1) * (A_THIRD if "-on-" in case else 1)

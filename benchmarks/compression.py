@@ -1,15 +1,16 @@
-"""Compares the compressions of `local` with `dense`, at 2 and at 4 ranks: validation loss and bytes sent.
+"""Compares the compressions of sync=local with sync=dense, at 2 and 4 ranks: validation loss, bytes sent.
 
     python -m trainer prepare --shards .cache/demo/data/shards --out artifacts/data512 --vocab-size 512
     python -m benchmarks.compression --data-dir artifacts/data512 --out artifacts/compression
 
-All runs have the same rows in each step and differ in how they are split and synchronized. dense runs with
-the first number of ranks alone, because another split changes only the order of its additions. They run one
-after the other on this machine, the ranks on the loopback interface. The vocabulary is small so that a run of
-this length has learned its embeddings. Each run has an ordinary run directory: after an interruption the same
-command resumes, and `--summary` evaluates the runs that are finished. --record also writes
-docs/recorded/compression.json, from which `python -m scripts.docs_figures` writes the table of the page.
-The exit code is 1 if a compression misses TARGET_NATS.
+All runs train on the same rows in each step. They differ in how the rows are split and how the ranks
+synchronize. The run `dense` is trained only with the first number of --ranks, because another split changes
+only the order of its additions. The runs are trained one after the other on this machine; the ranks
+communicate over loopback. The vocabulary is small, so that a run of this length learns its embeddings. Each
+run has an ordinary run directory: after an interruption the same command resumes, and `--summary` evaluates
+the runs that are finished. --record also writes docs/recorded/compression.json, from which
+`python -m scripts.docs_figures` writes the table of the page. The exit code is 1 if the final validation loss
+of a compression is more than TARGET_NATS above that of `dense`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def train(args: argparse.Namespace, name: str, world_size: int) -> None:
 
 
 def summarize(args: argparse.Namespace) -> int:
-    """Print a line per finished run, and write RECORD with --record. Returns the exit code."""
+    """Print a line for each finished run; with --record, also write RECORD. Returns the exit code."""
     cases: list[dict[str, Any]] = []
     dense = folder(args, "dense", args.ranks[0])
     if not finished(dense):

@@ -1,4 +1,4 @@
-"""Times CORE on one and on two hosts of a lab: seconds of the tasks, without the start of the ranks.
+"""Measures the seconds of a CORE evaluation on one and two hosts of a lab, without the start of the ranks.
 
     python -m benchmarks.evaluation --lab NAME --data-dir data --out artifacts/evaluation
 
@@ -7,9 +7,10 @@ NAME is a lab of two or more hosts that setup.yml has set up with the same data:
     ansible-playbook lab.yml -e lab_state=up -e lab_name=NAME
     ansible-playbook -i .lab/NAME/inventory setup.yml -e data_dir=data
 
-Trains a model of depth 4 for a few steps, then evaluates it --repeats times on one host and on two, in turn.
-The bundle has a task of each type. Its texts are random words, which take the same time as real texts. While
-one host evaluates alone, the other is idle. Prints the table and writes evaluation.json to OUT.
+CORE is the metric of DCLM over tasks of several types. Trains a model of depth 4 for a few steps, then
+evaluates it --repeats times on one host and on two, in turn. The tasks are written for this benchmark: one of
+each type, with random words as texts, which take the same time as real texts. While one host evaluates alone,
+the other host is idle. Prints a table and writes evaluation.json to OUT.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ WORDS = ("time", "year", "people", "way", "day", "man", "thing", "life", "child"
 
 
 def write_bundle(folder: Path, items: int) -> None:
-    """Write core.yaml, eval_meta_data.csv and three tasks of `items` items each."""
+    """Write a CORE bundle to `folder`: core.yaml, eval_meta_data.csv, and three tasks with `items` items."""
     draw = random.Random(1)
 
     def text(least: int, most: int) -> str:
@@ -70,7 +71,11 @@ def write_bundle(folder: Path, items: int) -> None:
 
 
 def evaluate(lab: Lab, hosts: int, checkpoint: str, items: int) -> tuple[float, float]:
-    """Evaluate on the first `hosts` hosts: (seconds of all tasks on rank 0, mean accuracy)."""
+    """Evaluate a checkpoint on the first `hosts` hosts of the lab.
+
+    Returns (seconds of all tasks on rank 0, mean accuracy of the tasks). checkpoint: its path on the hosts.
+    items: the largest number of items of a task. Raises SystemExit if rank 0 prints no result.
+    """
     address = lab.inside(1, "hostname -I").split()[0]
     command = (
         f"cd /tmp && OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=eth0 {PYTHON} -m torch.distributed.run "

@@ -1,10 +1,11 @@
-"""Tokens per second of generation: with the cache, in each format and batch, and without a cache.
+"""Measures generation in tokens per second: with the KV cache in each number format, and without a cache.
 
     python -m benchmarks.generation                       depth 8, 512 tokens of context, two threads
     python -m benchmarks.generation --depth 2 --tokens 8  quick
 
-Weights are random: they take the same time as trained ones. Prints a table. The exit code is 1 if the best
-format, with one sequence, is less than TARGET times as fast as recomputing the context for each token.
+The weights are random; they take the same time as trained weights. Prints a table, with several numbers of
+sequences for each format. The exit code is 1 if the best format, with one sequence, is less than TARGET times
+as fast as recomputing the context for each token.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ BATCHES = (1, 4, 16)
 
 @torch.inference_mode()
 def recomputed(model: GPT, context: int, tokens: int) -> float:
-    """Tokens per second if each token recomputes a context of `context` tokens."""
+    """Tokens per second without a cache: for each token a context of `context` tokens is recomputed.
+
+    tokens: the number of tokens that are timed.
+    """
     ids = torch.randint(model.config.vocab_size, (1, context))
     model(ids, last_only=True)
     start = time.perf_counter()
@@ -35,7 +39,10 @@ def recomputed(model: GPT, context: int, tokens: int) -> float:
 
 
 def cached(model: GPT, context: int, tokens: int, batch: int) -> float:
-    """Tokens per second of `batch` sequences together, after `context` tokens each."""
+    """Tokens per second of `batch` sequences together, with a KV cache.
+
+    Each sequence begins with a prompt of `context` tokens. `tokens` tokens are generated and timed for each.
+    """
     engine = Engine(model)
     prompt = torch.randint(model.config.vocab_size, (context,)).tolist()
     sequences = [engine.start(prompt, Sampling(0, 0, tokens + 1)) for _ in range(batch)]

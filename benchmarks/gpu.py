@@ -1,4 +1,4 @@
-"""How fast one GPU trains, at several depths: `python -m trainer bench` for each, on the machine that has it.
+"""Measures how fast one GPU trains models of several depths, with `python -m trainer bench`.
 
 python -m benchmarks.gpu --out gpu.json                 on the machine with the GPU
 python -m benchmarks.gpu --record gpu.json              in a checkout: to docs/recorded/gpu.json
@@ -33,7 +33,7 @@ def measure(depth: int, rows: int, folder: Path) -> dict[str, Any]:
 
 
 def case(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A case of the record from the result of `trainer bench`."""
+    """The figures of a case for the record. result: the content of the file that `trainer bench` writes."""
     (rank,) = result["ranks"]
     return {
         "gpu": rank["processor"],

@@ -2,10 +2,10 @@
 
     python -m benchmarks.interrupted --data-dir .cache/demo/data --out artifacts/interrupted
 
-Both runs have two ranks on this machine; the defaults are depth 4 and 300 steps. All processes of the killed
-run receive SIGKILL after two steps drawn from --seed; each time the run is started again. Prints the final
-figures of both runs and plots their losses to OUT/interrupted.png. The exit code is 1 if a loss or a bit of
-the weights differs.
+Both runs have two ranks on this machine; the defaults are depth 4 and 300 steps. Two steps are drawn with the
+seed --seed. After each of the two, all processes of one run receive SIGKILL, and the run is started again.
+Prints the final figures of both runs and plots their losses to OUT/interrupted.png. The exit code is 1 if a
+loss or a bit of the weights or of the optimizer state differs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def torchrun(args: argparse.Namespace, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a run in the block. Processes that still run at its end receive SIGKILL, the ranks first."""
+    """Start a run, and yield its torchrun process to the `with` block.
+
+    If the run is still active at the end of the block, its processes receive SIGKILL, the ranks first.
+    """
     settings = {
         "run-id": "interrupted",
         "tracker": "none",

@@ -1,19 +1,19 @@
 """Benchmarks on one machine: the machine itself, and a lab of two hosts with one core each.
 
     make bench                              all cases; existing results are kept
-    make bench ARGS="--quick"               one host, and exact and its baseline at 4,096 tokens
+    make bench ARGS="--quick"               this machine in float32; exact at 4,096 tokens and its baselines
     make bench ARGS="--only exact-4096"     the cases whose names start with this (--again: measure again)
     make bench ARGS="--list"                the cases, and about how long each takes
     make bench ARGS="--record"              all cases, then docs/recorded/bench.json for the documentation
 
-Depth 8, rows of 1,024 tokens. Prints the expected duration, measures each case with `bench.yml`, writes its
-figures to OUT/GROUP/stages, and writes OUT/targets.md, OUT/targets.json and a report per group. No other load
-should run on the machine: the tables show the share of their cores that the processes had.
+Depth 8, rows of 1,024 tokens. Prints the expected duration, measures each case with `bench.yml`, writes the
+figures of the case to OUT/GROUP/stages, and writes OUT/targets.md, OUT/targets.json and a report per group.
+Run no other load on the machine: the tables show the share of its cores that each process had.
 
-Two hosts of one machine slow each other down, because they share its memory bus and its clock. Separate
-machines do not. So the single-host baseline is measured while the other host trains on its own, which slows
-it down as much as the second rank of a fleet does. `idle/` cases are the baseline with an idle second host;
-the tables have both.
+Two hosts on one machine slow each other down, because they share its memory bus and its clock. Separate
+machines do not. So the single-host baseline is measured while the other host trains a model of its own, which
+slows the baseline down as much as the second rank of a fleet does. The `idle/` cases are baselines that are
+measured while the other host is idle; the tables have both.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ REPEATS = 2  # the most repetitions of a case with a larger difference
 
 @dataclass
 class Job:
-    """The requested measurements and the output folder `out`. missing: cases that could not be measured."""
+    """The requested measurements.
+
+    args: the command line. out: the output folder. missing: names of the cases that could not be measured.
+    """
 
     args: argparse.Namespace
     out: Path
@@ -159,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare() -> Path:
-    """Prepare text of this machine, with VOCAB_SIZE tokens; returns the data directory."""
+    """Prepare texts on this machine as data, with a vocabulary of VOCAB_SIZE; returns the data directory."""
     data = ROOT / ".cache/bench/data"
     command = [sys.executable, "-m", "trainer", "prepare", "--out", str(data)]
     command += [f"--source={source}" for source in corpus.machine_sources()]
@@ -170,7 +173,7 @@ def prepare() -> Path:
 
 
 def measure_host(job: Job, case: str, data: Path) -> None:
-    """Measure one process with all cores of this machine; `case` ends with its dtype."""
+    """Measure one process with all cores of this machine. The name `case` ends with the dtype."""
     out = job.file("host", case)
     out.parent.mkdir(parents=True, exist_ok=True)
     print(f"{time.strftime('%H:%M:%S')} {case}", flush=True)
@@ -181,7 +184,11 @@ def measure_host(job: Job, case: str, data: Path) -> None:
 
 
 def measure_group(job: Job, group: Group, cases: list[str], data: Path) -> None:
-    """Set up the lab for the group and measure `cases`; repeats those whose GEMM rate has changed."""
+    """Set up the lab for a group, and measure `cases`.
+
+    A case whose GEMM rate differs from that of its baseline (see `unsteady`) is measured again, at most
+    REPEATS times. data: the data directory.
+    """
     print(f"{time.strftime('%H:%M:%S')} {group.name}: {', '.join(cases)}", flush=True)
     for case in group.takes:
         source, target = job.file(GROUPS[0].name, case), job.file(group.name, plain(case))
@@ -209,7 +216,10 @@ def measure_group(job: Job, group: Group, cases: list[str], data: Path) -> None:
 
 
 def measure_cases(job: Job, group: Group, cases: Sequence[str], data: Path) -> None:
-    """Measure cases with bench.yml, consecutive cases of the same kind together. Replaces older results."""
+    """Measure cases with bench.yml, replacing older results.
+
+    Consecutive cases with an equal `kind_of` are measured in one run of bench.yml. data: the data directory.
+    """
     for _, alike in itertools.groupby(cases, kind_of):
         some = list(alike)
         files = [job.file(group.name, case) for case in some]
@@ -231,10 +241,10 @@ def measure_cases(job: Job, group: Group, cases: Sequence[str], data: Path) -> N
 
 @contextmanager
 def neighbour(job: Job, case: str, files: Sequence[Path]) -> Iterator[None]:
-    """In the block, the second host trains on its own, with the tokens and dtype of the case.
+    """During the `with` block, the second host trains a model of its own, with tokens and dtype of the case.
 
-    If that training ends too early, the second host was idle: then the results `files` are deleted and
-    SystemExit is raised.
+    files: the results of the block. If that training ends before the block, the second host was idle: the
+    results are deleted, and SystemExit is raised.
     """
     tokens, dtype = case.split("-")[1:3]
     host = ["podman", "exec", f"{job.args.lab}-2"]
@@ -254,7 +264,7 @@ def neighbour(job: Job, case: str, files: Sequence[Path]) -> Iterator[None]:
 
 
 def unsteady(job: Job, group: Group, cases: Sequence[str]) -> dict[str, float]:
-    """The cases whose GEMM rate differs from that of their baseline by more than STEADY: case -> ratio."""
+    """The cases whose GEMM rate differs from that of their baseline by more than STEADY: {case: ratio}."""
     results, _ = load(job.out / group.name / "stages")
     speeds = {
         case: relative_gemm_rate(results[case], results.values(), group.slow_second)
@@ -388,7 +398,10 @@ def conclude(job: Job) -> int:
 
 
 def ratios_idle(results: dict[str, Any], idle: dict[str, Any]) -> dict[str, float]:
-    """For each case of two hosts, the ratio to a baseline that was measured while the other host was idle."""
+    """{case: ratio of tokens per second to those of the idle baseline} of the cases of two hosts.
+
+    results: {case: result}. idle: {case: result} of the baselines measured while the other host was idle.
+    """
     fleet = {name: result for name, result in results.items() if result["world_size"] > 1}
     return {row["case"]: row["ratio"] for row in compare(fleet | idle) if "ratio" in row}
 

@@ -4,10 +4,11 @@
 
 The defaults are depth 4 and 2,000 steps. All runs are on this machine, `--jobs` at a time, with two ranks
 except for the baseline. The two dense runs have different batch splits, so they differ only in the order of
-additions; the difference of their losses is the noise floor. The target of a mode is at most twice the noise
-floor, for `local` at most 0.03 nat. Each run has an ordinary run directory: after an interruption the same
-command resumes, and `--summary` evaluates the steps so far. Writes OUT/quality.json and OUT/quality.png. The
-exit code is 1 if a mode misses its target.
+additions; the mean absolute difference of their losses is the noise floor. A mode meets its target if its
+losses differ from those of `dense` by at most twice the noise floor; `local`, if its mean loss is at most
+0.03 nat above that of `dense`. Each run has an ordinary run directory: after an interruption the same command
+resumes, and `--summary` evaluates the steps so far. Writes OUT/quality.json and OUT/quality.png. The exit
+code is 1 if a mode misses its target.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ SETTLED = 0.5  # fraction of the run after which differences count
 
 
 class Kind(NamedTuple):
-    """A kind of run. ranks: their number; parts: relative rows of each rank; sync: the sync mode."""
+    """A kind of run that is compared.
+
+    ranks: the number of ranks. parts: relative numbers of rows of the ranks. sync: the sync mode.
+    """
 
     ranks: int
     parts: tuple[int, ...]
@@ -151,7 +155,11 @@ def where(args: argparse.Namespace, name: str) -> str:
 
 
 class Curve(NamedTuple):
-    """The figures in metrics.jsonl of a run: lists by step, and step -> validation loss in nats."""
+    """The figures in metrics.jsonl of a run.
+
+    losses, seconds, sent: the loss in nats, the duration and the bytes sent of each step.
+    evaluations: {step: validation loss in nats}.
+    """
 
     losses: list[float]
     seconds: list[float]
@@ -174,7 +182,7 @@ class Curve(NamedTuple):
 def difference(one: Curve, other: Curve, until: int) -> float:
     """Mean of (validation loss of `one` - that of `other`) in nats, from SETTLED * until to step `until`.
 
-    nan without a common evaluation.
+    nan if no step in this range was evaluated in both runs.
     """
     steps = [
         step for step in one.evaluations if SETTLED * until <= step <= until and step in other.evaluations
@@ -236,7 +244,10 @@ def summarize(args: argparse.Namespace) -> int:
 
 
 def draw(path: Path, curves: dict[str, Curve], tokens: int, steps: int) -> None:
-    """Plot the validation loss of each run over training time and over tokens to `path`."""
+    """Plot the validation loss of each run over training time and over tokens, to the file `path`.
+
+    curves: {name of a run: its figures}. tokens: tokens of a step. steps: the number of steps of a whole run.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

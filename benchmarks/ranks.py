@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def argument_parser(text: str | None, out: str) -> argparse.ArgumentParser:
-    """A parser with --data-dir and --out; text: docstring of the benchmark; out: what --out will hold."""
+    """A parser of the arguments of a benchmark, with the options --data-dir and --out.
+
+    text: the docstring of the benchmark. out: what the benchmark writes to the folder --out.
+    """
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=out)
@@ -25,9 +28,9 @@ def argument_parser(text: str | None, out: str) -> argparse.ArgumentParser:
 def start(
     ranks: int, data_dir: Path, run_dir: Path, settings: Mapping[str, object]
 ) -> subprocess.Popen[bytes]:
-    """Start torchrun with `ranks` ranks on this machine; output goes to RUN_DIR.log.
+    """Start torchrun with `ranks` ranks on this machine; its output is appended to RUN_DIR.log.
 
-    settings: each becomes an option --NAME VALUE of `python -m trainer train`.
+    settings: {name: value}; each becomes an option --NAME VALUE of `python -m trainer train`.
     """
     arguments = ["train", "--data-dir", str(data_dir.resolve()), "--run-dir", str(run_dir.resolve())]
     arguments += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
@@ -36,7 +39,10 @@ def start(
 
 
 def torchrun(ranks: int, arguments: Sequence[str], **streams: Any) -> subprocess.Popen[bytes]:
-    """Start `python -m trainer ARGUMENTS` with `ranks` ranks over loopback. streams: of subprocess.Popen."""
+    """Start `python -m trainer ARGUMENTS` with `ranks` ranks over loopback.
+
+    streams: the arguments stdout and stderr of subprocess.Popen.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -35,8 +35,9 @@ def record(
 ) -> dict[str, Any]:
     """The content of bench.json from the results of a complete `make bench`.
 
-    host: case -> result of one process; rows: "GROUP/CASE" -> row of `trainer.bench.report.compare`;
-    link_mbit: group -> rate of its link in Mbit/s. Raises KeyError with the case that was not measured.
+    host: {case: result of one process}. rows: {"GROUP/CASE": row of `trainer.bench.report.compare`}.
+    link_mbit: {group: rate of its link in Mbit/s}. machine: text about the hardware. Raises KeyError, with
+    the name of the case, if a case was not measured.
     """
     return {
         **origin("make bench"),
@@ -85,7 +86,10 @@ def origin(command: str) -> dict[str, str]:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a record with one line for each value and for each case of a list, to have readable diffs."""
+    """Write the record `content` to `path` as JSON.
+
+    Each value, and each case of a list, is on a line of its own, so that diffs are readable.
+    """
     lines = []
     for name, value in content.items():
         text = json.dumps(value)

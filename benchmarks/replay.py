@@ -3,9 +3,10 @@
     make replay                       measures with bench.yml, and prints the table
     make replay ARGS="--record"       also writes docs/recorded/replay.json, for docs/how-to/replay.md
 
-The training that was set up by hand is not repeated: docs/recorded/by-hand.json has its figures. As there,
-the model has depth 8 and a step 4,096 tokens. `bench.yml` measures the cases one after the other; to type the
-same yourself: `ansible-playbook bench.yml -e depth=8 -e bench_stages=ddp-4096,exact-4096,fast-4096`.
+The training that was set up by hand is not repeated: docs/recorded/by-hand.json has its figures. As in that
+training, the model has depth 8, and a step has 4,096 tokens. `bench.yml` measures the cases one after the
+other; to type the same yourself:
+`ansible-playbook bench.yml -e depth=8 -e bench_stages=ddp-4096,exact-4096,fast-4096`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def other_model(found: Mapping[str, Any], by_hand: Mapping[str, Any]) -> str:
 
 
 def measure(out: Path) -> None:
-    """Measure CASES with bench.yml, all of them in one run. Raises SystemExit if it fails."""
+    """Measure CASES with bench.yml, all of them in one run. Raises SystemExit if bench.yml fails."""
     settings = {"depth": DEPTH, "sequence_len": LENGTH, "bench_stages": ",".join(CASES), "bench_out": out}
     command = ["ansible-playbook", "bench.yml", "-e", "bench_again=true"]
     command += [text for name, value in settings.items() for text in ("-e", f"{name}={value}")]
@@ -87,7 +88,10 @@ def measure(out: Path) -> None:
 
 
 def record(results: Mapping[str, Mapping[str, Any]], hardware: str = "") -> dict[str, Any]:
-    """The content of replay.json from the results of CASES. hardware: text, by default as hosts report it."""
+    """The content of replay.json from the results of CASES.
+
+    results: {case: result}. hardware: a text about the hosts; "" for what the hosts report.
+    """
     rows = {row["case"]: row for row in compare({name: dict(results[name]) for name in CASES})}
     first = results[CASES[0]]
     return {
@@ -123,7 +127,7 @@ def table(by_hand: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
     """The table of the page: the recorded training by hand and the measured cases, each with its hardware.
 
     by_hand, measured: the contents of by-hand.json and replay.json. Only the measured cases have a factor
-    over plain DDP, because it compares steps on the same hosts.
+    over plain DDP, because this factor compares steps on the same hosts.
     """
     head = ["", "step, s", "tok/s", "over plain DDP", "MB sent per rank", "hardware"]
     lines = [head]

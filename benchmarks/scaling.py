@@ -3,11 +3,11 @@
     python -m benchmarks.scaling --out artifacts/scaling            # measures 2, 4 and 8 ranks of depth 4
     python -m benchmarks.scaling --out artifacts/scaling --record   # also writes docs/recorded/scaling.json
 
-Measured: `trainer bench --sync exact` with that many ranks on this machine, one thread each, over loopback.
-Ranks that share cores are slow. They measure their speeds on the same shared cores and predict the step from
-them, so prediction and measurement can be compared. Computed: the cost model (trainer.placement) for
-hosts with one core like that of this machine and a link of LINK, each with ROWS rows of a step. Finished
-measurements are not repeated.
+Measured: `trainer bench --sync exact` with 2, 4 and 8 ranks on this machine, one thread each, over loopback.
+Ranks that share cores are slow. They also measure their speeds on the shared cores, and the step is predicted
+from these speeds, so prediction and measurement can be compared. Computed: the cost model (trainer.placement)
+for hosts with one core like that of this machine, the network LINK, and ROWS rows per host in a step.
+Finished measurements are not repeated.
 """
 
 from __future__ import annotations
@@ -88,7 +88,11 @@ def config_of(depth: int, ranks: int) -> RunConfig:
 
 
 def measure(out: Path, ranks: int, depth: int, steps: int) -> dict[str, Any]:
-    """The result of `trainer bench --sync exact` with `ranks` ranks. Raises SystemExit if it fails."""
+    """The result of `trainer bench --sync exact` with `ranks` ranks, read from `out` if it is there already.
+
+    out: the folder of the measurements. depth: of the model. steps: the number of measured steps. Raises
+    SystemExit if the measurement fails.
+    """
     file = out / f"exact-depth{depth}-on-{ranks}.json"
     if not file.exists():
         print(f"{ranks} ranks: {steps} steps of depth {depth}", flush=True)
@@ -108,7 +112,11 @@ def measure(out: Path, ranks: int, depth: int, steps: int) -> dict[str, Any]:
 def case(
     depth: int, ranks: int, speed: Speed, rows: NDArray[Any], result: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The figures of `ranks` ranks. rows: (rows, T + 1) token ids; result: of `measure`, if measured."""
+    """The figures of `ranks` ranks.
+
+    depth: of the model. speed: the measured speed of one core. rows: token ids of shape (rows, T + 1), in
+    which active embedding rows are counted. result: that of `measure`; None if nothing was measured.
+    """
 
     def active(count: int) -> int:
         return len(np.unique(rows[: min(count, len(rows)), :-1]))
@@ -137,7 +145,7 @@ def case(
 
 
 def tables(found: Mapping[str, Any]) -> tuple[str, str]:
-    """The tables of a record in Markdown: what was computed, and what was measured on one machine."""
+    """Two Markdown tables of a record: (what was computed, what was measured on one machine)."""
     head = ["ranks", *(f"`{mode}`, MB a step" for mode in MODES), *(f"`{mode}`, s" for mode in MODES)]
     lines = [[*head, *(f"`{mode}` over one host" for mode in MODES)]]
     for one in found["cases"]:

@@ -18,9 +18,9 @@ MOST_MEMORY = 4.5e9
 class Target:
     """The targets of a benchmark case; None for no target.
 
-    ratio: tokens per second divided by those of the single-host baseline, at least. bound: the share of its
-    upper bound (see trainer.bench.report) that the ratio reaches, at least. payload: MB that a rank sends per
-    step, at most.
+    ratio: the least ratio of its tokens per second to those of the single-host baseline. bound: the least
+    share of the upper bound of this ratio (see trainer.bench.report) that is reached. payload: the most MB
+    that a rank sends in a step.
     """
 
     group: str
@@ -133,9 +133,9 @@ def relative_gemm_rate(
 ) -> float | None:
     """The GEMM rate in a case divided by that of its baseline; None without a baseline.
 
-    It shows whether the machine was equally fast in both measurements. The rate of a rank is its best one,
-    because ranks of one machine that measure at the same time slow each other down. The slower rank counts,
-    or rank 0 if the second host is limited.
+    This quotient shows whether the machine was equally fast in both measurements. The rate of a rank is the
+    best of its measurements, because ranks on one machine that measure at the same time slow each other down.
+    The slowest rank counts; with `slow_second`, rank 0.
     """
     ranks = result["ranks"][:1] if slow_second else result["ranks"]
     rate = min(_best(rank) for rank in ranks)

@@ -1,7 +1,7 @@
 """The console: the repository's playbooks run through ansible-runner, with live progress in a terminal.
 
-Run it as ``python -m fleet {demo,train,watch}``. It runs the same playbooks that a person runs by hand and
-shows only what they report. Closing it never ends a training run.
+Run it as ``python -m fleet {demo,train,watch}``. The console runs the same playbooks that a person runs by
+hand and shows only what the playbooks report. Closing the console never ends a training run.
 """
 
 from pathlib import Path

@@ -22,8 +22,8 @@ _SHARED = ("common-licenses", "doc", "man")
 def machine_sources(share: Path = Path("/usr/share"), stdlib: Path | None = None) -> list[Path]:
     """Folders and files with English text on this machine, in a fixed order.
 
-    share: the folder of documentation and manuals, such as /usr/share. stdlib: that of Python's standard
-    library, which comes first; by default that of this Python.
+    share: the folder of documentation and manuals, such as /usr/share. stdlib: the folder of Python's
+    standard library, whose files come first; None: the folder of this Python.
     """
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     found = [path for path in sorted(stdlib.iterdir()) if path.name not in _LEFT_OUT and _is_source(path)]
@@ -37,7 +37,7 @@ def machine_sources(share: Path = Path("/usr/share"), stdlib: Path | None = None
 
 
 def own_sources(folder: str) -> list[Path]:
-    """The absolute path of `folder` as the only source. Raises FleetError if it has no readable text."""
+    """The absolute path of `folder`, in a list. Raises FleetError if the folder has no readable text."""
     path = Path(folder).expanduser()
     try:
         files, _skipped = find_files([path])

@@ -37,7 +37,7 @@ class Demo:
     """The options of `python -m fleet demo`.
 
     corpus: a folder of text; None for text of this machine.
-    depth, steps: layers of the model, and steps of its training.
+    depth, steps: number of layers of the model, and number of training steps.
     lab: name of the lab. hosts: number of its hosts.
     run_id: name of the run; "" for the default name.
     extra: `-e` options for the playbooks.
@@ -55,7 +55,7 @@ class Demo:
 
     @property
     def where(self) -> str:
-        """The path of the lab's inventory below ROOT; "" for the lab `lab`, which ansible.cfg names."""
+        """Path of the lab's inventory, relative to ROOT; "" for the lab `lab`, the default of ansible.cfg."""
         return "" if self.lab == "lab" else f".lab/{self.lab}/inventory"
 
     @property
@@ -70,9 +70,10 @@ class Demo:
 
 
 def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
-    """Run the whole demo; returns the exit code. Raises FleetError for what a person must fix first.
+    """Run the whole demo; returns the exit code.
 
-    screen: shows it. demo: its options. picture: path of an SVG picture of the screen; None for no picture.
+    screen: shows the progress. demo: the options. picture: path of an SVG picture of the screen; None for no
+    picture. Raises FleetError if a person must fix something first, such as a missing program.
     """
     started = time.monotonic()
     check_machine()
@@ -140,15 +141,16 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
 
 
 def options(settings: Mapping[str, object]) -> list[str]:
-    """`-e NAME=VALUE` options of ansible-playbook as words. settings: {NAME: VALUE}."""
+    """The options `-e NAME=VALUE` of ansible-playbook, as arguments. settings: {NAME: VALUE}."""
     return [word for name, value in settings.items() for word in ("-e", f"{name}={value}")]
 
 
 def talk(screen: Screen, demo: Demo, data: Path, run_id: str, password: str | None) -> list[tuple[str, str]]:
     """Fine-tune the model of the run `run_id`, serve it and ask it questions.
 
-    data: the data directory of the demo. password: for sudo, None if none is needed. Returns (name, text)
-    lines for the report, [] after a failure.
+    data: the data directory of the demo. password: password for sudo; None if sudo needs no password. Returns
+    (name, text) lines for the report; [] if a playbook or the fine-tuning has failed. Raises FleetError if
+    the text has too few sentences, or the model does not answer.
     """
     file = data.parent / "chats.jsonl"
     questions = make_conversations(data, file)
@@ -184,7 +186,7 @@ def talk(screen: Screen, demo: Demo, data: Path, run_id: str, password: str | No
 def check_machine(system: str | None = None, free_bytes: int | None = None) -> None:
     """Raise FleetError if the lab cannot run here: not Linux, no podman, or less than FREE_GB free.
 
-    system and free_bytes: by default those of this machine.
+    system, free_bytes: name of the system and free disk space in bytes; None: those of this machine.
     """
     if (system or platform.system()) != "Linux":
         raise FleetError(
@@ -208,7 +210,8 @@ def check_machine(system: str | None = None, free_bytes: int | None = None) -> N
 def become_password() -> str | None:
     """Ask for the sudo password of this machine; None for root, or if sudo needs no password.
 
-    The password stays in this process. Raises FleetError if it cannot be asked for or is wrong.
+    The password stays in this process. Raises FleetError if there is no sudo, or no terminal to ask in, or if
+    sudo refuses the password.
     """
     if os.geteuid() == 0:
         return None
@@ -234,7 +237,10 @@ def become_password() -> str | None:
 
 
 def prepare_command(sources: Sequence[Path], data: Path) -> list[str]:
-    """The command `python -m trainer prepare` that writes shards and a tokenizer of `sources` to `data`."""
+    """The command `python -m trainer prepare` that writes shards and a tokenizer of `sources` to `data`.
+
+    The result is a list of the program and its arguments.
+    """
     command = [sys.executable, "-m", "trainer", "prepare", "--out", str(data)]
     for source in sources:
         command += ["--source", str(source)]

@@ -1,7 +1,7 @@
-"""The exchange at the end of the demo: conversations made of its text, and questions to the tuned model.
+"""The exchange at the end of the demo: conversations to fine-tune a model on, and questions to this model.
 
-A conversation asks how a sentence continues. A small model learns the form of an answer from some hundreds of
-them, and little more.
+The conversations are made of the demo's text. Each asks how a sentence continues. A small model learns the
+form of an answer from some hundreds of conversations, and little more.
 """
 
 import itertools
@@ -31,7 +31,7 @@ _PAGE = re.compile(r"Page: (http://\S+)/\s")
 
 
 def sentences(texts: Iterator[str]) -> Iterator[str]:
-    """Yield plain sentences of 8 to 31 words, at most a few of each of `texts`, and each once."""
+    """Yield plain sentences of 8 to 31 words, at most _OF_DOCUMENT from each text, and no sentence twice."""
     seen: set[str] = set()
     for text in texts:
         paragraphs = (" ".join(each.split()) for each in _PARAGRAPH.split(text))
@@ -46,7 +46,7 @@ def sentences(texts: Iterator[str]) -> Iterator[str]:
 def conversation(sentence: str) -> list[dict[str, str]]:
     """A conversation of two messages, dicts with role and content, made of a sentence.
 
-    Its first words are in the user's question, the others are the assistant's answer.
+    The first words of the sentence are in the user's question; the others are the assistant's answer.
     """
     words = sentence.split(" ")
     start, rest = " ".join(words[:_FIRST_WORDS]), " ".join(words[_FIRST_WORDS:])
@@ -82,7 +82,10 @@ def make_conversations(data: Path, out: Path) -> list[str]:
 
 
 def served_at(notes: list[str]) -> str:
-    """The URL of the server. notes: messages of serve.yml. Raises FleetError if they have none."""
+    """The URL of the model server, from `notes`, the messages of serve.yml.
+
+    Raises FleetError if no message has the URL.
+    """
     found = _PAGE.search("\n".join(notes) + "\n")
     if not found:
         raise FleetError("serve.yml did not report the address of the model.")
@@ -90,7 +93,10 @@ def served_at(notes: list[str]) -> str:
 
 
 def ask(url: str, question: str) -> str:
-    """The answer of the model at `url` to a question, on one line. Raises FleetError."""
+    """The answer of the model at `url` to a question, on one line.
+
+    Raises FleetError if the server does not answer, or if its answer is invalid.
+    """
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": ANSWER_TOKENS, "seed": 1}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",

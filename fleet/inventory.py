@@ -19,8 +19,8 @@ TRACKER_PORT = 5000
 class Coordinator:
     """The host of rank 0, as this machine reaches it.
 
-    address: name or IP address. user: who logs in by SSH; "" for the default. tracker_port: port of the
-    MLflow server.
+    address: name or IP address. user: the SSH user; "" for the default. tracker_port: port of the MLflow
+    server.
     """
 
     address: str
@@ -29,10 +29,11 @@ class Coordinator:
 
 
 def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
-    """The coordinator of an inventory. Raises FleetError without one.
+    """Read an inventory with ansible-inventory; returns its coordinator.
 
-    inventory: its path; None: the one in ansible.cfg. extra: `-e` options, which override variables of the
-    inventory.
+    inventory: path of the inventory; None: the inventory in ansible.cfg. extra: `-e` options, which override
+    variables of the inventory. Raises FleetError if Ansible cannot read the inventory, or if it does not have
+    exactly one coordinator.
     """
     if inventory and "," not in inventory and not Path(inventory).exists():
         raise FleetError(
@@ -54,9 +55,10 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
 
 
 def from_listing(listing: dict[str, Any], inventory: str | None) -> Coordinator:
-    """The coordinator of an inventory. Raises FleetError without one.
+    """The coordinator in `listing`, the parsed output of ``ansible-inventory --list``.
 
-    listing: parsed output of ``ansible-inventory --list``. inventory: path of the inventory, for the message.
+    inventory: path of the inventory, for the message; None: the inventory in ansible.cfg. Raises FleetError
+    if the inventory does not have exactly one coordinator.
     """
     name = inventory or "inventory/lab"
     coordinators = _members(listing, "coordinator")
@@ -86,7 +88,10 @@ def _members(listing: dict[str, Any], group: str) -> list[str]:
 
 
 def tracker(coordinator: Coordinator) -> str:
-    """The address of the MLflow page; if this machine cannot reach it, with the ssh command for a tunnel."""
+    """The address of the MLflow page, as text.
+
+    If this machine cannot reach the page, the text also has the ssh command for a tunnel.
+    """
     address, port = coordinator.address, coordinator.tracker_port
     url = f"http://{address}:{port}"
     try:

@@ -36,7 +36,7 @@ _DEBUG = ("ansible.builtin.debug", "debug")
 class Failure:
     """A task that has failed on a host.
 
-    host, task: their names. message: why it has failed, with its output.
+    host, task: names of the host and the task. message: why the task has failed, with its output.
     unreachable: whether SSH did not reach the host.
     retried: whether Ansible had repeated the task as often as its `retries` allow.
     """
@@ -52,10 +52,12 @@ class Failure:
 class Stage:
     """The progress of a running playbook, from the events of ansible-runner so far.
 
-    name: of the stage. play, task: those that run now. pid: of ansible-playbook; 0 before it is known.
-    tasks_done: tasks started so far. changed: results that have changed a host.
+    name: name of the stage. play, task: names of the current play and task.
+    pid: process id of ansible-playbook; 0 before it is known.
+    tasks_done: number of tasks started so far. changed: number of task results that have changed a host.
     notes: the messages of debug tasks. failures: tasks that have failed.
-    retries: {host: "ATTEMPT/RETRIES"} of the current task. ended: whether the playbook has ended.
+    retries: {host: "ATTEMPT/RETRIES"} for the hosts on which the current task is retried.
+    ended: whether the playbook has ended.
     """
 
     name: str
@@ -134,7 +136,8 @@ class Stage:
 def message(result: object) -> str:
     """The message of a failed task with its output, as plain text.
 
-    result: that of Ansible's event, a dict with msg, stderr, stdout or results (of the items of a loop).
+    result: the result of the task in an event of ansible-runner, a dict with msg, stderr, stdout or results
+    (of the items of a loop).
     """
     if not isinstance(result, dict):
         return str(result or NO_REASON)
@@ -162,7 +165,7 @@ class CancelledError(Exception):
 
 
 def log_of(name: str) -> Path:
-    """The path of the log of the stage `name`, in a folder that is made if it is missing."""
+    """The path of the log of the stage `name`. The folder of the log is created if it is missing."""
     (CACHE / "logs").mkdir(parents=True, exist_ok=True)
     return CACHE / "logs" / f"{name}.log"
 
@@ -171,13 +174,14 @@ def log_of(name: str) -> Path:
 class Job:
     """One run of a playbook of the repository, or of one module on hosts.
 
-    name: of the stage and its log.
-    playbook: file name; None if it is a module. module, module_args: name and arguments of a module. pattern:
-        the hosts on which the module runs.
-    inventory: its path; None: the one in ansible.cfg.
+    name: name of the stage and its log.
+    playbook: file name of the playbook; None if the job runs a module.
+    module, module_args, pattern: name and arguments of the module, and the hosts on which it runs; None if
+        the job runs a playbook.
+    inventory: path of the inventory; None: the inventory in ansible.cfg.
     args: options of ansible-playbook or ansible, as typed.
-    become_password: for sudo; None if none is needed.
-    stage: the progress. rc: the exit status, None before the end. seconds: how long it took.
+    become_password: password for sudo; None if sudo needs no password.
+    stage: the progress. rc: the exit status; None before the end. seconds: duration of the job.
     """
 
     name: str
@@ -197,14 +201,14 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """The path of the whole output of the last job of this name."""
+        """The path of the file with the whole output of the last job that had this name."""
         return log_of(self.name)
 
     def follow(self, tick: Callable[[], None], on_event: Callable[[Event], None] | None = None) -> bool:
         """Run the job to its end. Returns True if every host succeeded.
 
         tick: called several times a second. on_event: called with each event of ansible-runner. Raises
-        CancelledError if Ctrl-C has ended it.
+        CancelledError if Ctrl-C has ended the job.
         """
         started = time.monotonic()
         try:
@@ -283,7 +287,10 @@ class Job:
 
 
 def environment() -> dict[str, str]:
-    """The environment of this process with ansible.cfg and the tools of this checkout, for a subprocess."""
+    """Environment variables for a subprocess that runs Ansible with the ansible.cfg of this checkout.
+
+    They are those of this process; PATH begins with the folder of this Python.
+    """
     venv_bin = str(Path(sys.executable).parent)
     given = os.environ.get("ANSIBLE_INVENTORY", "")
     # A relative path would not be found: ansible-runner runs a module in a folder of its own.

@@ -34,9 +34,9 @@ _ATTEMPT = re.compile(r"  \S+ \d\d:\d\d:\d\d  \w+")
 
 
 def stage_line(stage: Stage, seconds: float) -> Text:
-    """The line about a running playbook: its name, play, task, hosts that have not finished it, time so far.
+    """The line about a running playbook: its name, play, task, hosts still at the task, and time so far.
 
-    stage: the progress of the playbook. seconds: since its start.
+    stage: the progress of the playbook. seconds: seconds since its start.
     """
     text = Text.assemble((stage.name, "bold"), "  ", stage.play or "starting Ansible")
     if stage.task:
@@ -65,8 +65,8 @@ def done_line(name: str, seconds: float, detail: str = "") -> Text:
 def failure_lines(name: str, failures: Sequence[Failure], tail: Sequence[str], log: str) -> Text:
     """The text of a stage that has failed: hosts, task and message of each failure, and the path of its log.
 
-    name: of the stage. failures: its failures. tail: the last lines of the log, shown if there is no failure
-    of a task. log: path of the log.
+    name: name of the stage. failures: failures of its tasks. tail: the last lines of the log, shown if
+    `failures` is empty. log: path of the log.
     """
     text = Text.assemble(("✗ ", "bold red"), (f"{name} failed", "bold"))
     groups: dict[tuple[bool, str, str], list[str]] = {}
@@ -102,7 +102,8 @@ def run_plain(view: RunView) -> str:
 def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableType:
     """The view of a run that trains: progress, loss and its curve, and the report of status.yml on its hosts.
 
-    view: the state of the run. width: columns. trouble: a last line, such as about a lost host.
+    view: the state of the run. width: number of columns. trouble: text for the last line, such as about a
+    lost host; "" for no such line.
     """
     if not view.ranks and not trouble and not view.lost:
         return Text("asking every host for the run")
@@ -146,14 +147,14 @@ def attention_lines(view: RunView) -> dict[str, str]:
 
 
 def lost_lines(view: RunView) -> list[str]:
-    """One line for each host that cannot be reached, with the first line of Ansible's reason."""
+    """One line for each host that cannot be reached, with the first line of Ansible's message."""
     return [f"{host} cannot be reached: {why.splitlines()[0]}" for host, why in sorted(view.lost.items())]
 
 
 def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableType:
     """The report of a run that has ended: outcome, reason, errors, loss curve, a sample, and places.
 
-    view: the state of the run. places: (name, place) of the checkpoint, the log and the tracker.
+    view: the state of the run. places: (name, path or address) of the checkpoint, the log and the tracker.
     """
     figures = view.figures
     marks = {"finished": ("✓ ", "bold green"), "stopped": ("● ", "bold yellow")}
@@ -187,9 +188,10 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
 
 
 class Screen:
-    """The terminal, or plain output without one; a context manager.
+    """The output of the console: a terminal with a view that is redrawn, or plain lines. A context manager.
 
-    console: of rich; None for standard output. lines: what `say` has printed.
+    console: a Console of rich; None for standard output. The attribute `lines` has the lines that `say` has
+    printed.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -213,9 +215,9 @@ class Screen:
         self.console.print(line)
 
     def show(self, draw: Callable[[], RenderableType]) -> None:
-        """In a terminal, draw a view on the last lines, and draw it again until `clear` is called.
+        """In a terminal, draw a view on the last lines, and redraw it until `clear` is called.
 
-        draw: returns the view.
+        draw: function that returns the view. In other output, nothing is drawn.
         """
         self.clear()
         if self.is_live:
@@ -223,10 +225,11 @@ class Screen:
             self._live.start()
 
     def plain(self, text: Callable[[], str], seconds: float | None = None, now: bool = False) -> None:
-        """Without a terminal, print the line `text` about the present view, at most every PLAIN_SECONDS.
+        """Without a terminal, print a line about the current view, at most every PLAIN_SECONDS.
 
-        An unchanged line is not printed again. With ``seconds``, the time so far, that is appended, and an
-        unchanged line is printed again after STILL_SECONDS. ``now``: print at once.
+        text: function that returns the line. seconds: the time so far, which is appended; an unchanged line
+        is then printed again after STILL_SECONDS. Without `seconds`, an unchanged line is not printed again.
+        now: whether the line may be printed earlier than PLAIN_SECONDS after the last line.
         """
         last, when = self._last_plain
         quiet = time.monotonic() - when

@@ -13,7 +13,7 @@ from trainer.health.status_record import RunStatusRecord
 
 
 def is_report(result: object) -> bool:
-    """Whether the result of a task is that of the module ``run_state``, a host's report on a run."""
+    """Whether the result of a task comes from the module ``run_state``: a host's report on a run."""
     return isinstance(result, dict) and "found" in result and "heartbeats" in result
 
 
@@ -53,12 +53,12 @@ class RunView:
 
     @property
     def first_loss(self) -> float | None:
-        """The loss of the earliest step in `losses`; None without any."""
+        """The loss of the earliest step in `losses`; None if `losses` is empty."""
         return self.losses[min(self.losses)] if self.losses else None
 
     @property
     def loss(self) -> float | None:
-        """The loss of the latest step in `losses`; None without any."""
+        """The loss of the latest step in `losses`; None if `losses` is empty."""
         return self.losses[max(self.losses)] if self.losses else None
 
     @property
@@ -76,7 +76,7 @@ class RunView:
 
     @property
     def is_training(self) -> bool:
-        """Whether all ranks of the hosts that answer make progress; if not, their last speed is outdated."""
+        """Whether all ranks of the reachable hosts make progress; if not, the known speed is outdated."""
         return bool(status.is_training(self._known))
 
     @property
@@ -87,7 +87,10 @@ class RunView:
 
     @property
     def reboots(self) -> list[str]:
-        """A line for each host whose reboot ended the run's unit, with the command that restarts it."""
+        """A line for each host whose reboot ended the run's unit.
+
+        The line has the command that restarts the unit, unless the host restarts the unit by itself.
+        """
         lines: list[str] = status.reboots(self._known, self.run_id)
         return [commands.typed(line, self.options) for line in lines]
 
@@ -99,7 +102,7 @@ class RunView:
 
     @property
     def screen(self) -> list[str]:
-        """The lines of status.yml about the hosts and the run, without its title."""
+        """The lines that status.yml prints about the hosts and the run, without the title."""
         order = [rank.host for rank in self.ranks] + list(self.states)
         states = {
             host: {"unreachable": True} if host in self.lost else self.states[host]
@@ -117,20 +120,26 @@ class RunView:
 
     @property
     def outcome(self) -> str:
-        """The outcome of the run, that of the coordinator first; "" while it has not ended."""
+        """The outcome of the run; "" while the run has not ended.
+
+        It is the outcome on the coordinator if the coordinator has one, else the outcome on another host.
+        """
         if not self.ended or not self.found:
             return ""
         return str(self._decisive_outcome()[1].get("outcome") or "ended without an outcome")
 
     @property
     def reason(self) -> str:
-        """The reason of the run's outcome; for an unsuccessful run with the host that reported it."""
+        """The reason of the run's outcome; "" if there is none.
+
+        If the outcome is not `finished`, the name of the host that reported it follows in parentheses.
+        """
         host, outcome = self._decisive_outcome()
         reason = str(outcome.get("reason") or "")
         return f"{reason} ({host})" if reason and outcome["outcome"] != "finished" else reason
 
     def fold(self, host: str, state: dict[str, Any]) -> None:
-        """Update the view with a report. host: its name. state: the result of run_state there."""
+        """Update the view with a report. host: name of the host. state: result of run_state on this host."""
         self.states[host] = state
         self.lost.pop(host, None)
         if not state.get("found"):
@@ -181,7 +190,7 @@ class RunView:
 def plan(config: dict[str, Any]) -> str:
     """The settings of a run in a few words: depth, tokens per step, row length.
 
-    config: {setting: value}; "" if it is empty.
+    config: {setting: value}. The result is "" if `config` is empty.
     """
     if not config:
         return ""

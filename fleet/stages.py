@@ -1,4 +1,4 @@
-"""Runs one stage, a playbook or a command, and shows it: live while it runs, then its result."""
+"""Runs one stage, which is a playbook or a command: shows its progress live, then its result."""
 
 import subprocess
 import time
@@ -15,9 +15,9 @@ _TAIL_LINES = 20
 
 
 def run_playbook(screen: Screen, job: Job) -> bool:
-    """Run a playbook and show it live; returns whether it succeeded.
+    """Run a playbook and show its progress live; returns whether the playbook succeeded.
 
-    screen: shows it; its messages and failures stay there. job: the playbook.
+    screen: shows the progress; messages and failures of the playbook stay on the screen. job: the playbook.
     """
     started = time.monotonic()
     shown = 0
@@ -50,7 +50,8 @@ def failed(job: Job) -> Text:
 def run_command(screen: Screen, name: str, doing: str, command: Sequence[str]) -> tuple[bool, float]:
     """Run a command and show its newest line of output. Returns (whether it succeeded, seconds).
 
-    screen: shows it. name: of the stage. doing: the text until the first line of output. command: its words.
+    screen: shows the line. name: name of the stage and its log. doing: the text until the first line of
+    output. command: the program and its arguments.
     """
     log, started = log_of(name), time.monotonic()
 

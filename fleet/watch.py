@@ -41,10 +41,10 @@ class _RestartWatchError(Exception):
 class Follower:
     """Follows one run by repeating watch.yml, also after lost connections.
 
-    screen: shows the run. inventory: its path; None: the one in ansible.cfg.
-    args: options of ansible-playbook. become_password: for sudo; None if none is needed.
-    view: the state of the run. snapshot: the picture of the view at 60 % of the steps; None before.
-    trouble: the last line on the screen, about lost hosts; "" for none.
+    screen: shows the run. inventory: path of the inventory; None: the inventory in ansible.cfg.
+    args: options of ansible-playbook. become_password: password for sudo; None if sudo needs no password.
+    view: the state of the run. snapshot: the view as it was at 60 % of the steps; None before.
+    trouble: the last line on the screen, about lost hosts; "" for no such line.
     """
 
     screen: Screen
@@ -65,9 +65,9 @@ class Follower:
         self.view.options = commands.options([given], [usual], asks, Path.cwd())
 
     def follow(self) -> int:
-        """Follow the run until it has ended on every host. Returns FINISHED, STOPPED or FAILED, an exit code.
+        """Follow the run until it has ended on every host; returns the exit code of the command.
 
-        Raises CancelledError on Ctrl-C.
+        The exit code is FINISHED, STOPPED or FAILED. Raises CancelledError on Ctrl-C.
         """
         silent = 0
         while True:
@@ -189,9 +189,9 @@ def close(
 ) -> None:
     """Print the report of a run that has ended; nothing if no host has the run.
 
-    screen: shows it. follower: has followed the run. last: more (name, text) lines for the end of the report.
-    picture: path to which the whole screen is written as an SVG picture, None for no picture. title: that of
-    the picture.
+    screen: shows the report. follower: the Follower of this run. last: more (name, text) lines for the end of
+    the report. title: title of the picture. picture: path to which the whole screen is written as an SVG
+    picture; None for no picture.
     """
     if not follower.view.found:
         return
@@ -206,10 +206,10 @@ def close(
 
 
 def places(view: RunView, where: str | None, extra: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """(name, place) of the checkpoint, the log and the tracker's page, as far as they are known.
+    """The places of the checkpoint, the log and the tracker's page, as far as they are known.
 
-    view: the state of the run. where: path of the inventory; None: the one in ansible.cfg. extra: its `-e`
-    options.
+    view: the state of the run. where: path of the inventory; None: the inventory in ansible.cfg. extra: `-e`
+    options, which override variables of the inventory. Returns a list of (name, path or address).
     """
     found = []
     if path := str(view.figures.get("checkpoint") or ""):

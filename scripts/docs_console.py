@@ -3,8 +3,8 @@
     make demo && python -m scripts.docs_console     # inventory/lab; a depth-2 run is started and stopped
     python -m scripts.docs_console --write          # records nothing, writes the pages from docs/recorded
 
-docs/recorded/NAME.txt holds the report that a playbook printed at its end, without its list of tasks. A page
-shows it between `<!-- recorded: NAME -->` and `<!-- end -->`.
+docs/recorded/NAME.txt holds the report that a playbook printed at its end, without the list of tasks. A page
+shows this report between `<!-- recorded: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class RecordError(Exception):
 
 
 def report(output: str) -> str:
-    """The last message in the output of a playbook, without Ansible's indentation. Raises RecordError."""
+    """The last message in the output of a playbook, without Ansible's indentation.
+
+    Raises RecordError if there is no message.
+    """
     found = MESSAGE.findall(output)
     if not found:
         raise RecordError(f"The playbook printed no report:\n{output[-2000:]}")
@@ -70,7 +73,11 @@ def renamed(text: str, hosts: dict[str, str]) -> str:
 
 
 def record(inventory: Path) -> None:
-    """Run COMMANDS on the two hosts of `inventory`, which are set up, and write docs/recorded/*.txt."""
+    """Run COMMANDS on the two hosts of `inventory`, and write docs/recorded/*.txt.
+
+    inventory: the folder of the inventory. setup.yml has to have run on its hosts. Raises RecordError if a
+    command fails or prints no report.
+    """
     listed = yaml.safe_load((inventory / "hosts.yml").read_text(encoding="utf-8"))
     hosts = {
         name: of_host["ansible_host"]
@@ -103,7 +110,7 @@ def block(name: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every page of docs/ with the text that it must have: its blocks are those of the records."""
+    """{path: text} of every page of docs/, with the present records in its console blocks."""
     texts = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
     return {page: BLOCK.sub(lambda match: block(match[1]), text) for page, text in texts.items()}
 

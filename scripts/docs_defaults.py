@@ -1,7 +1,7 @@
-"""Writes the defaults of settings where they are repeated: argument_specs.yml, the sample inventory.
+"""Updates the defaults in the files that repeat them: argument_specs.yml of each role, the sample inventory.
 
-The one source of a default is the field of RunConfig, defaults/main.yml of the role, or
-vars/declared_settings.yml of the role preflight. scripts/docs_reference.py runs this.
+A default is defined in one place: in a field of RunConfig, in defaults/main.yml of a role, or in
+vars/declared_settings.yml of the role preflight. scripts/docs_reference.py writes the updated files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ SAMPLE_LINE = re.compile(r"# (\w+): (\S.*?)( +#.*)?")
 
 
 def is_repeated(value: Any) -> bool:
-    """Whether a default is repeated as it is: a number, true, false, or a text that is not computed."""
+    """Whether other files repeat the default `value`: a number, true, false, or a text without Jinja.
+
+    Computed texts and empty texts are not repeated.
+    """
     return isinstance(value, bool | int | float) or (
         isinstance(value, str) and "{{" not in value and value != ""
     )
@@ -38,7 +41,10 @@ def as_yaml(value: Any) -> str:
 
 
 def specs_with_defaults(text: str, defaults: Mapping[str, Any]) -> str:
-    """The text of an argument_specs.yml in which each option has its default. defaults: by option."""
+    """The content `text` of an argument_specs.yml, with the current value in each line `default: VALUE`.
+
+    defaults: {option: its current default}.
+    """
     lines, name, margin = [], "", 0
     for line in text.splitlines():
         if (found := OPTION.fullmatch(line)) and found[2] in defaults:
@@ -52,7 +58,10 @@ def specs_with_defaults(text: str, defaults: Mapping[str, Any]) -> str:
 
 
 def sample_with_defaults(text: str, defaults: Mapping[str, Any]) -> str:
-    """The text of the sample inventory in which each `# NAME: VALUE` has its default. defaults: by name."""
+    """The content `text` of the sample inventory, with the current default in each line `# NAME: VALUE`.
+
+    defaults: {name: its current default}.
+    """
     lines = []
     for line in text.splitlines():
         found = SAMPLE_LINE.fullmatch(line)
@@ -71,7 +80,7 @@ def sample_with_defaults(text: str, defaults: Mapping[str, Any]) -> str:
 
 
 def files() -> dict[Path, str]:
-    """Path and text of each file that repeats defaults."""
+    """{path: text} of each file that repeats defaults, with the current defaults in the text."""
     defaults = {**setting_defaults(), **RunConfig().to_dict()}
     specs = {
         path: specs_with_defaults(path.read_text(encoding="utf-8"), setting_defaults())

@@ -1,4 +1,4 @@
-"""Write the measured figures into the pages, from docs/recorded/bench.json and replay.json.
+"""Write the measured figures into the pages, from the files in docs/recorded.
 
     make bench ARGS="--record"       measures, and writes docs/recorded/bench.json
     make replay ARGS="--record"      measures, and writes docs/recorded/replay.json
@@ -11,18 +11,18 @@
     python -m benchmarks.gpu --record FILE            writes docs/recorded/gpu.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
-Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. It also replaces what
-stands between each of these marks and `<!-- end -->`:
+Each phrase in PHRASES occurs once in its page; the script replaces the figures in the phrase. The script also
+replaces what stands between each of these marks and `<!-- end -->`:
 
     <!-- figures -->       the table of all benchmark cases
-    <!-- replay -->        docs/how-to/replay.md: the comparison with an effort by hand
+    <!-- replay -->        docs/how-to/replay.md: the comparison with a training that was set up by hand
     <!-- compression -->   docs/explanation/sync-modes.md: the compressions of sync=local
-    <!-- scaling -->       docs/explanation/scaling.md: more ranks
+    <!-- scaling -->       docs/explanation/scaling.md: 2 to 32 ranks
     <!-- elastic -->       docs/explanation/elastic.md: hosts that leave and join
     <!-- failover -->      the same page: the loss of the coordinator
     <!-- soak -->          the same page: the result of a soak
-    <!-- assistant -->     docs/assistant.md: its run
-    <!-- gpu -->           docs/how-to/gpu-host.md: one GPU
+    <!-- assistant -->     docs/assistant.md: the figures and answers of the assistant's runs
+    <!-- gpu -->           docs/how-to/gpu-host.md: steps on one GPU
 """
 
 from __future__ import annotations
@@ -74,7 +74,10 @@ PHRASES = {
 
 
 def case(figures: dict[str, Any]) -> SimpleNamespace:
-    """The figures of a benchmark case as attributes, with the hours of STEPS steps."""
+    """The figures of a benchmark case as attributes.
+
+    Two are added: `hours`, the hours of STEPS steps, and `baseline_hours`, those of the single-host baseline.
+    """
     hours = figures["step_seconds"] * STEPS / 3600
     return SimpleNamespace(
         **figures, hours=hours, baseline_hours=figures.get("baseline_seconds", 0.0) * STEPS / 3600
@@ -82,7 +85,10 @@ def case(figures: dict[str, Any]) -> SimpleNamespace:
 
 
 def values(record: dict[str, Any]) -> dict[str, Any]:
-    """The values for the placeholders in PHRASES, by name. Raises KeyError for a case without a record."""
+    """The values for the placeholders in PHRASES, by name.
+
+    record: the content of bench.json. Raises KeyError if a case is missing in it.
+    """
     cases = {(row["sync"], row["dtype"], row["tokens"]): case(row) for row in record["two_hosts"]}
     one = {f"one_{row['dtype']}": case(row) for row in record["one_process"]}
     named = {name: cases[name, "float32", 4096] for name in ("dense", "exact", "fast")}
@@ -97,7 +103,7 @@ def values(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def case_table(rows: list[dict[str, Any]]) -> str:
-    """The table of the benchmark cases `rows`, as in the record."""
+    """The Markdown table of benchmark cases. rows: the entry `two_hosts` of bench.json."""
     head = ("sync, format", "tokens a step", "step, s", "predicted, s", "single-host baseline, s", "factor")
     lines = []
     for row in rows:
@@ -157,9 +163,10 @@ def scaling_block(record: dict[str, Any]) -> str:
 
 
 def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
-    """`page` with the values `shown` in the figures of `phrase`.
+    """The text `page` with new figures in one phrase.
 
-    Raises ValueError unless the phrase, with any figures, occurs exactly once.
+    phrase: a format string, whose placeholders stand for the figures. shown: {name: value} for the
+    placeholders. Raises ValueError unless the phrase, with any figures, occurs exactly once in `page`.
     """
     words = re.split(r"\{[^}]*\}", phrase)
     pattern = r"([\w.-]+)".join(re.escape(part).replace(r"\ ", r"\s+") for part in words)
@@ -174,9 +181,10 @@ def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
 
 
 def marked(page: str, mark: str, block: str) -> str:
-    """`page` with `block` between `<!-- mark -->` and `<!-- end -->`, if it has them.
+    """The text `page` with `block` between `<!-- mark -->` and `<!-- end -->`.
 
-    Raises ValueError if only the end is missing: what follows would be lost.
+    A page without `<!-- mark -->` is returned unchanged. Raises ValueError if only `<!-- end -->` is missing:
+    the rest of the page would be lost.
     """
     before, begin, rest = page.partition(f"<!-- {mark} -->\n")
     if not begin:
@@ -188,7 +196,7 @@ def marked(page: str, mark: str, block: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The path and text of each page in PHRASES, with the recorded figures."""
+    """{path: text} of each page with measured figures, with the recorded figures in the text."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     shown, texts = values(record), {}
     for name, phrases in PHRASES.items():
@@ -214,7 +222,10 @@ def pages() -> dict[Path, str]:
 
 
 def replay_block() -> str:
-    """The recorded comparison with an effort by hand; without replay.json a sentence that it is missing."""
+    """The recorded comparison with a training that was set up by hand, as Markdown.
+
+    If replay.json is missing, the figures of that training, and a sentence that there is no comparison yet.
+    """
     by_hand = json.loads(replay.BY_HAND.read_text(encoding="utf-8"))
     if not replay.REPLAY.exists():
         two, one = by_hand["two_hosts"], by_hand["one_host"]

@@ -65,7 +65,8 @@ EXAMPLES = {
     "address on the network of <host>",
     "_link_check_and_settings": "find the cause: cat /sys/class/net/<interface>/speed (on <host>; for WiFi: "
     "iw dev <interface> link), or ansible-playbook train.yml with -e sync=local (docs/how-to/slow-link.md)",
-    "needs": " At depth <depth> and <tokens> tokens a step, sync=exact needs <seconds> s of network per <seconds> s step here.",
+    "needs": " At depth <depth> and <tokens> tokens a step, sync=exact needs <seconds> s of network per "
+    "<seconds> s step here.",
     "range_change": "give <interface> another range of addresses (on <host>)",
     "over": "<interface>",
     "other_port": "use another port: write store_port: PORT into group_vars/fleet.yml of the inventory, "
@@ -86,8 +87,8 @@ class Message(NamedTuple):
 def shown_name(name: str) -> str:
     """The text that the page shows instead of the variable `name`.
 
-    That is its entry in EXAMPLES. Without one it is, in angle brackets, its entry in WORDS, or else the name
-    with blanks instead of underscores.
+    If EXAMPLES has an entry `name`, the text is this entry. Else the text is in angle brackets: the entry in
+    WORDS, or if there is none, the name with blanks instead of underscores.
     """
     if name in EXAMPLES:
         return EXAMPLES[name]
@@ -100,8 +101,8 @@ def shown_name(name: str) -> str:
 def placeholder(node: ast.AST) -> str:
     """The text that stands for a value known only at run time: <NAME>, or "..." if it has no name.
 
-    The name is that of a variable, attribute, key or function of this project; a method of a text and a
-    function of Python give the name of what they are applied to.
+    NAME is that of the variable, attribute, key or called function. For a call of a Python builtin, NAME is
+    that of the first argument; for a call of a method, such as name.strip(), that of the object.
     """
     if isinstance(node, ast.Name):
         return shown_name(node.id)
@@ -129,7 +130,7 @@ def placeholder(node: ast.AST) -> str:
 
 
 def text_of(node: ast.AST, names: Mapping[str, list[str]]) -> list[str]:
-    """All texts that an expression can evaluate to; [] if it is not a text. names: texts of variables."""
+    """All texts that an expression can evaluate to; [] if it is not a text. names: {variable: its texts}."""
 
     def one(part: ast.AST) -> str:
         return (text_of(part, names) or [placeholder(part)])[0]
@@ -159,9 +160,11 @@ def text_of(node: ast.AST, names: Mapping[str, list[str]]) -> list[str]:
 
 
 def rows_of(node: ast.AST, names: Mapping[str, Any]) -> list[list[ast.expr]]:
-    """The rows of a table in the source: [key, value, ...] of a dict, the elements of each tuple of a tuple.
+    """The rows of a table in the source code, each as a list of expressions.
 
-    node: the table, its name, NAME[...], TABLE.get(...) or TABLE.items(). names: has tables by "table NAME".
+    A table is a dict, whose rows are [key, value, ...], or a tuple of tuples, whose rows are the elements of
+    the inner tuples. node: the table, its name, NAME[...], TABLE.get(...) or TABLE.items(). names: has the
+    rows of each table under the key "table NAME".
     """
     if isinstance(node, ast.Name):
         return names.get(f"table {node.id}", [])
@@ -178,7 +181,10 @@ def rows_of(node: ast.AST, names: Mapping[str, Any]) -> list[list[ast.expr]]:
 
 
 def looped(node: ast.For, names: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (name, texts) of each name that a loop over a table assigns."""
+    """Yield (name, texts) for each name that a loop over a table assigns, with the texts of the first row.
+
+    names: as for `rows_of` and `text_of`.
+    """
     targets = [each for each in ast.walk(node.target) if isinstance(each, ast.Name)]
     for row in rows_of(node.iter, names)[:1]:
         if len(row) == len(targets):
@@ -186,9 +192,9 @@ def looped(node: ast.For, names: Mapping[str, Any]) -> Iterator[tuple[str, list[
 
 
 def assigned(node: ast.Assign, names: Mapping[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (name, texts) of each name that a statement assigns; texts is [] if the value is not a text.
+    """Yield (name, texts) for each name that a statement assigns; texts is [] if the value is not a text.
 
-    names: texts of variables.
+    names: as for `rows_of` and `text_of`.
     """
     target, value = node.targets[0], node.value
     targets: list[ast.expr] = target.elts if isinstance(target, ast.Tuple) else [target]
@@ -205,7 +211,7 @@ def assigned(node: ast.Assign, names: Mapping[str, list[str]]) -> Iterator[tuple
 
 
 def constants_of(tree: ast.Module) -> dict[str, Any]:
-    """{name: texts} of what a module assigns outside of functions, and {"table NAME": rows} of tables."""
+    """The names that a module assigns outside of functions, as {name: texts} and {"table NAME": rows}."""
     constants: dict[str, Any] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign):
@@ -219,7 +225,7 @@ def constants_of(tree: ast.Module) -> dict[str, Any]:
 
 
 def default_severity(tree: ast.Module) -> str:
-    """The severity of the findings of a module whose calls do not name one."""
+    """The severity of a finding in the module `tree` if the call that makes it names no severity."""
     source = ast.unparse(tree)
     partial = re.search(r"^finding = partial\(doctor_finding, severity='(\w+)'\)", source, re.MULTILINE)
     return partial[1] if partial else "error" if "doctor_finding" in source else "refusal"
@@ -264,7 +270,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def shown_expression(found: re.Match[str]) -> str:
-    """The text that the page shows instead of an expression of Jinja: its texts, and <NAME> for a variable.
+    """The text that the page shows instead of a Jinja expression: its literals, and <NAME> for a variable.
 
     found: a match of EXPRESSION_IN_YAML. For a statement of Jinja the text is "". Of `A if B else C` only A
     is shown; filters are left out.
@@ -286,7 +292,7 @@ def shown_expression(found: re.Match[str]) -> str:
 
 
 def without_expressions(text: str) -> str:
-    """A template of Jinja as the page shows it: `shown_expression` for each expression, no statements."""
+    """The Jinja template `text` as the page shows it: each expression is replaced by `shown_expression`."""
     return EXPRESSION_IN_YAML.sub(shown_expression, text)
 
 

@@ -3,11 +3,11 @@
     python -m scripts.docs_reference            # write docs/reference/*.md and roles/*/README.md
     python -m scripts.docs_reference --check    # write nothing, name the pages that are not current
 
-Before the pages, defaults are written where they are repeated (scripts/docs_defaults.py). Settings come from
-RunConfig, the argument specs of the roles and the list of settings that -e accepts; commands from the
-argument parsers; messages from the calls in the sources that make findings. In a README only the part
-between its two markers is written; a README without them gets a section at its end. The pages do not depend
-on the machine.
+First the defaults are updated in the files that repeat them (scripts/docs_defaults.py). The pages of settings
+come from RunConfig, the argument specs of the roles and the list of settings that -e accepts; the page of
+commands from the argument parsers; the page of messages from the sources (scripts/docs_messages.py). In a
+README only the part between two markers is written; a README without markers gets a section at its end. The
+pages are the same on every machine.
 """
 
 from __future__ import annotations
@@ -105,14 +105,15 @@ def options_in(specs: Specs) -> Options:
 
 
 def sentences(description: str | list[str]) -> str:
-    """`description` as one text; in YAML it may be a list of texts."""
+    """A description from YAML as one text. description: a text or a list of texts."""
     return description if isinstance(description, str) else " ".join(description)
 
 
 def option_table(noun: str, specs: Specs) -> list[str]:
-    """The lines of a table of the options of `specs`; [] without options.
+    """The lines of a table of the options of `specs`; [] if there are no options.
 
-    An option is listed once, with its entry points unless all of them take it.
+    noun: the head of the first column. An option is listed once. Its entry points are named unless all entry
+    points have it.
     """
     rows = []
     for name, option in options_in(specs).items():
@@ -213,7 +214,7 @@ def modules_page() -> str:
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Yield (name with its value, meaning) of each option of a command, for a table."""
+    """Yield (option with a name for its value, help text) for each option of a command, as table cells."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):

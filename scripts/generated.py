@@ -28,7 +28,8 @@ def update(files: dict[Path, str]) -> None:
 def write(name: str, purpose: str, files: dict[Path, str], argv: list[str] | None = None) -> int:
     """Write each file whose text differs; with --check write nothing and return 1 if one differs.
 
-    name: of the script, without .py; purpose: its docstring; files: path -> text; argv: without the program.
+    name: the name of the script without .py. purpose: the docstring of the script. files: {path: text}.
+    argv: the arguments without the program; None: those of this process. Returns the exit code.
     """
     parser = argparse.ArgumentParser(prog=f"{name}.py", description=purpose.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, name what is not current")

@@ -51,7 +51,8 @@ class LockError(Exception):
 def compile_hashes(requirements: str, *options: str, **environment: str) -> str:
     """Run `uv pip compile` on requirement lines; returns the pinned packages with their hashes.
 
-    options: more options of uv; environment: more variables for it. Raises LockError.
+    options: more options of uv. environment: more variables for it. Raises LockError if uv is missing or
+    fails.
     """
     command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--generate-hashes"]
     command += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", *options]
@@ -86,9 +87,11 @@ def entry(pin: str, conditions: list[str], hashes: list[str]) -> str:
 
 
 def resolve(pins: dict[str, str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Resolve all extras. Returns ({name: markers under which it is needed}, {name: sha256 of its files}).
+    """Resolve all extras to the packages that a supported Linux host needs.
 
-    Packages that no supported Linux host needs are left out. Raises LockError.
+    Returns ({package: markers of the hosts and extras that need it}, {package: sha256 of each of its files}).
+    pins: {package: version} of constraints.txt. Raises LockError if uv fails, or if a package has another
+    version than in `pins`.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     conditions: dict[str, list[str]] = {}

@@ -45,7 +45,8 @@ def plain(text: str) -> str:
 def pairs(text: str, is_glossary: bool) -> Iterator[tuple[str, str]]:
     """Yield (question, paragraph that answers it) for each match in a page.
 
-    text: the reStructuredText of the page. is_glossary: whether its terms become questions too.
+    text: the reStructuredText of the page. is_glossary: whether the page is the glossary, whose terms
+    become questions too.
     """
     for name, synopsis in MODULE.findall(text):
         yield f"What is the module {name} for?", synopsis

@@ -70,7 +70,7 @@ def add_train_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the options that define a run: its data, --run-file, --run-id, --shares and one per setting."""
+    """Add the options that define a run, such as --run-file, and an option for each setting."""
     command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     command.add_argument(
         "--run-file", type=Path, metavar="FILE", help="run.json, instead of the settings below"
@@ -121,7 +121,10 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_file_from(args: argparse.Namespace) -> RunFile:
-    """Load the file of --run-file; without it, build a RunFile from the options. Raises ConfigError."""
+    """Load the file of --run-file; without this option, build a RunFile from the other options.
+
+    Raises ConfigError if the file cannot be used, or if an option is invalid.
+    """
     values = {name: getattr(args, name, None) for name in RunConfig.field_names()}
     given = {name: value for name, value in values.items() if value is not None}
     if args.run_file:
@@ -149,7 +152,7 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
 
 
 def train(args: argparse.Namespace) -> int:
-    """`train`: run one attempt at the run on this rank and write its outcome; returns the exit code.
+    """`train`: run one attempt at the run on this rank and write outcome.json; returns the exit code.
 
     args: the parsed options of `train`.
     """
@@ -284,7 +287,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand in `argv`; returns the exit code. A ConfigError or DataError is printed: code 2."""
+    """Run the subcommand in `argv`; returns the exit code.
+
+    After a ConfigError or DataError, its message is printed and the exit code is 2.
+    """
     args = parse(argv)
     try:
         return COMMANDS[args.command].run(args)

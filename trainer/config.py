@@ -1,11 +1,12 @@
 """The settings of a run in one frozen dataclass, with casts, checks, digest and default name.
 
 Each setting belongs to one of three sections. The settings of `identity` define the training: they make up
-the run's digest and cannot change once the run has begun. `horizon` sets the number of steps and may change
-when the run is resumed. `runtime` may change at every start: it changes results by rounding at most.
+the run's digest and cannot change once the run has begun. Those of `horizon` set the number of steps and may
+change when the run is resumed. Those of `runtime` may change at every start: they change results by rounding
+at most.
 
 Run files and checkpoints store all settings and SCHEMA. A release that adds, removes or changes a setting of
-`identity` raises SCHEMA, so that an older release refuses a run that it would train differently; `migrate`
+`identity` increases SCHEMA, so that an older release refuses a run that it would train differently; `migrate`
 converts the files of older releases.
 
 Only the standard library is imported, so that a controller without torch can check and name a run.
@@ -57,17 +58,17 @@ def setting(default: Any, help: str, section: str = IDENTITY, **more: Any) -> An
     """A field of RunConfig.
 
     default: its default value. help: its text in `python -m trainer train --help`. section: identity, horizon
-    or runtime (see the top of this file). more: `before`, the value in runs of releases without this setting,
-    if it is not the default.
+    or runtime (see the top of this file). more: may have `before`, the value of this setting in runs that
+    were started by a release without the setting; it is given only if it is not the default.
     """
     return field(default=default, metadata={"help": help, "section": section, **more})
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run, one field each. The fields name their meaning and unit.
+    """All settings of a run, one field each. The help text of a field has its meaning and unit.
 
-    The constructor raises ConfigError for bad values; `from_strings` casts text.
+    The constructor raises ConfigError for invalid values; `from_strings` casts text.
     """
 
     depth: int = setting(8, "transformer layers; width, heads and rates follow from it")
@@ -216,13 +217,13 @@ class RunConfig:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether hosts may leave and join while the run trains; not, where auto has not been decided."""
+        """Whether hosts may leave and join while the run trains; False while the setting is still auto."""
         return self.elastic == "true"
 
     def has_failover(self, hosts: int, ranks_per_host: int = 1) -> bool:
         """Whether another host becomes the coordinator of the run when the coordinator is lost.
 
-        hosts: number of hosts of the run. ranks_per_host: ranks on each.
+        hosts: number of hosts of the run. ranks_per_host: number of ranks on each host.
         """
         possible = self.is_elastic and hosts > 1 and ranks_per_host == 1
         return possible and (
@@ -232,7 +233,8 @@ class RunConfig:
     def quorum(self, hosts: int) -> int:
         """The least number of hosts that train a run with coordinator_failover.
 
-        hosts: number of hosts of the run. The result is a majority; of two hosts it is one.
+        hosts: number of hosts of the run. The result is a majority of the hosts, or 1 with two hosts; it is
+        min_hosts if min_hosts is more.
         """
         return max(self.min_hosts, hosts // 2 + 1 if hosts > 2 else 1)
 
@@ -247,11 +249,11 @@ class RunConfig:
         return hashlib.sha256(canonical_json(settings)).hexdigest()
 
     def default_run_id(self) -> str:
-        """The name of a run that was given none, such as "d8-1a2b3c4d": depth, and start of the digest."""
+        """The name of a run without a given name, such as "d8-1a2b3c4d": depth, and start of the digest."""
         return f"d{self.depth}-{self.digest()[:8]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings by name."""
+        """The settings as a dict: {name: value}."""
         return dataclasses.asdict(self)
 
     def differences(self, before: RunConfig, *sections: str) -> list[str]:
@@ -272,8 +274,9 @@ class RunConfig:
     def resumed(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> RunConfig:
         """The configuration of a resumed run: its saved settings, replaced by those in `given`.
 
-        saved, given: {setting: value}. Without saved settings the run is a new one. If `given` has a setting
-        of section `horizon`, all saved ones of this section are dropped. Raises ConfigError.
+        saved, given: {setting: value}. If `saved` is empty, the run is a new one. If `given` has a setting of
+        section `horizon`, all saved settings of this section are dropped. Raises ConfigError for an unknown
+        setting in `given`, or for an invalid value.
         """
         values = migrate(cls, saved)[0] if saved else {}
         if given.keys() & cls.field_names(HORIZON):
@@ -282,9 +285,10 @@ class RunConfig:
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-        """(the settings in a run file or checkpoint, the names in it that are no settings of this release).
+        """Build the configuration from the settings in a run file or checkpoint.
 
-        saved: {setting: value}.
+        saved: these settings, {setting: value}. Returns (the configuration, the names in `saved` that are no
+        settings of this release). Raises ConfigError for an invalid value.
         """
         values, unknown = migrate(cls, saved)
         return cls.from_strings(values), unknown
@@ -373,7 +377,7 @@ def canonical_json(value: Any) -> bytes:
 
 
 def check_schema(schema: Any, what: str) -> None:
-    """Raise ConfigError unless `schema` is an integer from 1 to SCHEMA. what: its file, for the message."""
+    """Raise ConfigError unless `schema` is an integer from 1 to SCHEMA. what: the file, for the message."""
     if type(schema) is not int or schema < 1:
         raise ConfigError(
             f"{what} has the schema {schema!r}, not a number from 1. It is damaged or was not written by "
@@ -387,10 +391,11 @@ def check_schema(schema: Any, what: str) -> None:
 
 
 def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Adapt saved values to the dataclass `cls`: (values of its fields, saved names without a field).
+    """Adapt saved values, which may be those of an older release, to the fields of the dataclass `cls`.
 
-    saved: {name: value}. A field that was not saved gets the value in its metadata `before`, which describes
-    runs older than the field; without `before` its default applies.
+    saved: {name: value}. Returns ({field: value}, saved names that are no fields). A field that was not saved
+    gets the value in its metadata `before`, which is valid for runs older than the field. Without `before`
+    the field is left out, so that its default applies.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = {name: f.metadata["before"] for name, f in fields.items() if "before" in f.metadata}
@@ -399,9 +404,10 @@ def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 def note_of_dropped(unknown: Sequence[str], saved: Mapping[str, Any], what: str) -> str:
-    """The warning that lists settings that this release lacks, with their values.
+    """The warning that lists the settings of a file that this release no longer has, with their values.
 
-    unknown: their names. saved: {setting: value}. what: names the file.
+    unknown: names of these settings. saved: all settings of the file, {setting: value}. what: text for the
+    file, such as "The run file PATH".
     """
     listed = ", ".join(f"{name} ({saved[name]!r})" for name in unknown)
     return f"{what} has settings that this release no longer has; they are ignored: {listed}."
@@ -413,11 +419,12 @@ class RunFile:
 
     On a host that was added to an active run the file also has added_hosts, which only train.yml reads.
     run_id: name of the run. config: its settings.
-    hosts: names of the hosts, in rank order; empty without a fleet.
-    trainer_digest: digest of the trainer's code; "" for any.
-    manifest_sha256: sha256 of the data's manifest; "" for any.
+    hosts: names of the hosts, in rank order; empty if the run was started without the playbooks.
+    trainer_digest: digest of the trainer's code; "" if any version may train the run.
+    manifest_sha256: sha256 of the data's manifest; "" if any data may be used.
     shares: rows per rank; () for an equal split, "auto" for a split by speed.
-    chosen_from: the hosts from which sync=auto has chosen the one in `hosts`; empty if it has chosen none.
+    chosen_from: the hosts from which sync=auto has chosen the single host in `hosts`; empty if sync=auto has
+        not chosen a host.
     """
 
     run_id: str
@@ -454,9 +461,10 @@ class RunFile:
 
     @classmethod
     def load(cls, path: Path) -> RunFile:
-        """Read and check run.json at `path`. Raises ConfigError, which names the file.
+        """Read and check run.json at `path`.
 
-        Settings that this release no longer has are listed on stderr.
+        Settings that this release no longer has are listed on stderr. Raises ConfigError, with the path in
+        the message, if the file cannot be read or its content is invalid.
         """
 
         def unusable(problem: str) -> ConfigError:
@@ -513,7 +521,10 @@ class RunFile:
 
 
 def parse_shares(value: Any) -> tuple[int, ...] | str:
-    """Parse shares: "3,2" or [3, 2] -> (3, 2); "equal" or "" -> (); "auto" -> "auto"; else ConfigError."""
+    """Parse rows per rank: "3,2" or [3, 2] -> (3, 2); "equal" or "" -> (); "auto" -> "auto".
+
+    Raises ConfigError for any other value.
+    """
     if value == BY_SPEED:
         return BY_SPEED
     if value == "equal":

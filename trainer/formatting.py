@@ -17,7 +17,7 @@ def render_table(rows: list[list[Any]]) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]], aligned: bool = True) -> str:
-    """A Markdown table; the first row is its head. aligned: whether cells are filled up to equal widths."""
+    """A Markdown table; the first row is its head. aligned: whether cells are padded to equal widths."""
     widths = [max(map(len, column)) if aligned else 0 for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows

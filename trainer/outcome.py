@@ -44,9 +44,9 @@ class Final(RunEnd):
 class TransferToHost(Final):
     """Ends the attempt on all ranks because one host alone is faster than all ranks together.
 
-    sentence: the reason. host: the faster host. seconds: predicted seconds of a step on it. together: of a
-    step on all ranks. table: the predictions as text. outcome.json gets `alone`, an object with host,
-    seconds, together and `said` (the table).
+    sentence: the reason. host: the faster host. seconds: predicted seconds of a step on this host. together:
+    predicted seconds of a step on all ranks. table: the predictions as text. outcome.json gets `alone`, an
+    object with host, seconds, together and `said` (the table).
     """
 
     def __init__(self, sentence: str, host: str, seconds: float, together: float, table: str) -> None:
@@ -67,9 +67,9 @@ class Stopped(RunEnd):
 
 
 def conclude(error: BaseException) -> tuple[str, str, int]:
-    """(outcome, reason, exit code) of an attempt that `error` has ended.
+    """Conclude from `error` how the attempt has ended.
 
-    outcome: finished, stopped, retryable or final. reason: a sentence.
+    Returns (outcome, reason, exit code). outcome: stopped, retryable or final. reason: a sentence.
     """
     if isinstance(error, RunEnd):
         return error.outcome, str(error), EXIT_CODES[error.outcome]
@@ -98,8 +98,8 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether `error` is a known way to end an attempt, so that no traceback is logged.
+    """Whether `error` is a known cause of the end of an attempt, so that no traceback is logged.
 
-    The reason from `conclude` then explains it.
+    The reason from `conclude` then explains the error.
     """
     return not isinstance(error, Exception) or not conclude(error)[1].startswith("Unexpected ")

@@ -17,7 +17,7 @@ class PresetError(ValueError):
 
 
 class Preset(NamedTuple):
-    """Settings of a run that are applied together. help: what they are for. settings: {setting: value}."""
+    """Settings of a run that are applied together. help: purpose of the preset. settings: {name: value}."""
 
     help: str
     settings: Mapping[str, Any]

@@ -25,10 +25,10 @@ from trainer.stages import SFT
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from a run's settings, the vocabulary and the number of ranks.
+    """The values that follow from a run's settings, the vocabulary and the number of ranks.
 
-    model: its shape. scaling_params: number of its scaling parameters (see lr_schedule).
-    total_batch_size: tokens of a step. num_iterations: steps of the run.
+    model: the shape of the model. scaling_params: number of parameters of transformer matrices and lm_head.
+    total_batch_size: number of tokens of a step. num_iterations: number of steps of the run.
     scales: factors of the learning rates and weight decay.
     shares: rows of a step, by rank.
     """
@@ -51,10 +51,10 @@ def make_plan(
 ) -> Plan:
     """Derive the plan of a run.
 
-    config: its settings. vocab_size: tokens of the tokenizer. world_size: number of ranks. shares: rows per
-    rank; empty for an equal split. train_rows: rows of the data, for a run of stage sft whose length is an
-    epoch. Raises ConfigError if a step has fewer rows than ranks, or `shares` do not add up to the rows of a
-    step.
+    config: settings of the run. vocab_size: number of tokens of the tokenizer. world_size: number of ranks.
+    shares: rows per rank; empty for an equal split. train_rows: rows of the training data, used only by a run
+    of stage sft whose length is an epoch. Raises ConfigError if a step has fewer rows than ranks, or if
+    `shares` do not add up to the rows of a step.
     """
     model = GPTConfig.from_depth(
         config.depth,
@@ -114,8 +114,8 @@ def describe_plan(
 ) -> str:
     """The text about the run that rank 0 logs before the first step of an attempt.
 
-    plan, config, model: of the run. train_rows: rows of the training data. micro_batches: rows of a
-    micro-batch, by rank.
+    plan, config, model: plan, settings and model of the run. train_rows: rows of the training data.
+    micro_batches: rows of a micro-batch, by rank.
     """
     tokens = plan.total_batch_size * plan.num_iterations
     flops = model.flops_per_token()

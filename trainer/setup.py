@@ -61,18 +61,21 @@ class RunSetup:
     """Sets up one rank for step 0, or for the step after the checkpoint that it resumes from.
 
     Set before `run`:
-    predicts: measure and predict although nothing is automatic. trains: the ranks train after the setup.
-    evaluates_core: they evaluate CORE if core_metric_every is set.
+    predicts: whether speeds are measured and steps predicted even if neither shares nor sync is auto.
+    trains: whether the ranks train after the setup.
+    evaluates_core: whether the ranks evaluate CORE if core_metric_every is set.
     from_checkpoint: on rank 0, the checkpoint that a run of stage sft begins with.
     Set by `run`, for the training loop:
-    plan: of the run, with the batch split at the first step. data: rows and tokenizer.
+    plan: plan of the run, with the batch split at the first step. data: rows and tokenizer.
     core: tasks of CORE, if they are evaluated; else None. group: the connected ranks.
-    numerics: arithmetic of this rank. model, optimizer, sync: what is trained, by which sync mode.
+    numerics: device, number formats and threads of this rank.
+    model, optimizer, sync: the model, its optimizer and the sync mode.
     train_state: progress of the run. placement: how the ranks divide the work.
     micro_batches: rows of a micro-batch, by rank.
     config_digest: digest of the settings, as computed by the release that started the run.
-    numerics_by_rank: result of `Numerics.saved` of each rank. facts_by_rank: {fact: text} of each rank.
-    gemm_rate: of all ranks together, in FLOP/s; None if a rank has not measured its own.
+    numerics_by_rank: result of `Numerics.saved` of each rank.
+    facts_by_rank: {fact: text} about the host and the arithmetic of each rank, for the tracker.
+    gemm_rate: sum of the GEMM rates of all ranks in FLOP/s; None if a rank has not measured its rate.
     """
 
     predicts = False
@@ -221,7 +224,7 @@ class RunSetup:
         return {"CORE bundle": self.core.digest[:16]}
 
     def make_sync(self) -> SyncMode:
-        """Create the sync mode of the placement for model and optimizer."""
+        """Create the sync mode that the placement names, for the model and optimizer of this rank."""
         outer = Outer.of(self.config)
         return make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
 
@@ -415,10 +418,10 @@ class RunSetup:
     def checkpoint_meta(self, plan: Plan, state: TrainState) -> dict[str, Any]:
         """The content of meta.json for a checkpoint.
 
-        plan: has the current batch split. state: the progress. Keys: run_id, the fields of TrainState except
-        checkpoint, num_iterations, rows and tokens (trained so far), config, config_digest, model_config,
-        hashes (of the data), world_size, shares, `arrangement` (the placement), numerics and hosts (by rank),
-        torch and time (Unix).
+        plan: plan of the run with the current batch split. state: the progress of the run. The result has the
+        fields of TrainState except checkpoint, and the keys run_id, num_iterations, rows and tokens (trained
+        so far), config, config_digest, model_config, hashes (of the data), world_size, shares, `arrangement`
+        (the placement), numerics and hosts (by rank), torch (its version) and time (Unix).
         """
         done = dataclasses.asdict(state)
         del done["checkpoint"]
@@ -446,9 +449,9 @@ class RunSetup:
         return StepCost(self.model.flops_per_token(), self.gemm_rate, self.data.info.train_rows)
 
     def open_tracker(self, uri: str) -> Tracker:
-        """The tracker of this attempt on this rank. uri: of the MLflow server; "" for none.
+        """The tracker of this attempt on this rank. uri: address of the MLflow server; "" for no server.
 
-        Without an address, with tracker=none, and on other ranks than rank 0 it writes only files.
+        The tracker writes only files if `uri` is "", with tracker=none, and on other ranks than rank 0.
         """
         if self.config.tracker == "none" or not self.env.is_coordinator:
             uri = ""

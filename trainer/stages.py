@@ -49,9 +49,10 @@ def sft_settings(meta: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 
 
 def parent_of(meta: Mapping[str, Any]) -> str:
-    """The setting `parent` for a checkpoint: RUN_ID/step_NNNNNN/SHA256, with 12 hex digits of the weights.
+    """The setting `parent` for a checkpoint: RUN_ID/step_NNNNNN/SHA256.
 
-    meta: content of its meta.json, with run_id, step and sha256 (by file).
+    SHA256 stands for the first 12 hex digits of the sha256 of the model file. meta: content of the
+    checkpoint's meta.json, with run_id, step and sha256 (by file).
     """
     sums = meta["sha256"]
     weights = next(sums[name] for name in ("model.safetensors", "model.pt") if name in sums)

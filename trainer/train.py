@@ -1,4 +1,4 @@
-"""Training of one rank: setup, steps, evaluation, checkpoints, end. `Trainer.train_step` is the algorithm.
+"""Training of one rank: setup, steps, evaluation, checkpoints, end. `Trainer.train_step` has the algorithm.
 
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
 torchrun --nproc-per-node 2 -m trainer train --run-file run.json --data-dir data --run-dir runs/mine
@@ -52,10 +52,10 @@ TIMEOUT_STEPS = 20
 
 
 class Trainer:
-    """Runs one attempt at a run on this rank. `run` returns the closing sentence or raises RunEnd.
+    """Runs one attempt at a run on this rank. `run` returns a sentence on the result, or raises RunEnd.
 
-    run_file: of the run. data_dir, run_dir: data and run directory.
-    env, attempt, log: of this rank.
+    run_file: content of run.json. data_dir, run_dir: data and run directory.
+    env, attempt, log: environment, attempt and logger of this rank.
     from_checkpoint: on rank 0, the checkpoint that a run of stage sft begins with; else None.
     """
 
@@ -147,7 +147,10 @@ class Trainer:
     # -- steps -----------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Train to the last step. Returns True if the run was stopped before it, with a checkpoint."""
+        """Train to the last step. Returns True if a person has stopped the run before the last step.
+
+        A stopped run has saved a checkpoint.
+        """
         first = self.reporter.train_state.step
         return_freed_memory()
         self._saved_at = time.monotonic()
@@ -304,7 +307,7 @@ class Trainer:
 
     @property
     def save_minutes(self) -> float:
-        """Minutes between checkpoints that are due by time; 0: none are."""
+        """Minutes between two checkpoints that are saved by time; 0: no checkpoint is saved by time."""
         return self.config.save_minutes
 
     def _mean_loss(self, summary: StepSummary, n_targets: int, step: int) -> float:
@@ -446,11 +449,12 @@ class Trainer:
         )
 
     def run(self, tracker_uri: str = "") -> str:
-        """Run the attempt; returns the closing sentence. Raises RunEnd, ConfigError or DataError.
+        """Run the attempt; returns a sentence on the result after the last step.
 
-        An exception is announced to the other ranks as the end of this rank, with its cause. PeerLost is
-        replaced by the end that explains it. At the end, a checkpoint in progress is completed and the
-        watchdog is stopped.
+        If the attempt ends in another manner, `run` raises RunEnd, ConfigError or DataError. It announces
+        an exception to the other ranks as the end of this rank, with the cause. Instead of PeerLost it raises
+        a RunEnd that explains the loss. In all cases it completes a checkpoint in progress and stops the
+        watchdog. tracker_uri: address of the MLflow server; "" for no server.
         """
         try:
             try:

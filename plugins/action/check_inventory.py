@@ -11,7 +11,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventor
 
 
 class ActionModule(ControllerAction):
-    """The action `check_inventory`. It gets the groups as arguments and reads no group by its name."""
+    """The action `check_inventory`. The task passes the hosts of each group as arguments."""
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         return reported(list(inventory_findings(**asked)))

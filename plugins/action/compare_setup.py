@@ -11,7 +11,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.setup_comparison i
 
 
 def digests(wheelhouses: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """The digest of the lock by environment and kind. wheelhouses: as the role wheelhouse publishes them."""
+    """The digests of the lock files, as {environment: {kind of host: sha256}}.
+
+    wheelhouses: {environment: {kind of host: result of the module wheelhouse}}.
+    """
     return {
         name: {kind: str(made["digest"]) for kind, made in by_kind.items()}
         for name, by_kind in wheelhouses.items()

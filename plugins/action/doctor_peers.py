@@ -1,4 +1,4 @@
-"""Action plugin: call the module doctor_peers, except in a round in which the host has no partner."""
+"""Action plugin: call the module doctor_peers, unless the host has no peer to probe."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from ansible.plugins.action import ActionBase
 
 
 class ActionModule(ActionBase):
-    """Calls the module doctor_peers, if there is a peer, and adds its result to that of earlier rounds."""
+    """The action `doctor_peers`: calls the module of this name, if the option `peers` is not empty.
+
+    The doctor measures rates in rounds, in each of which a host has at most one peer. The option `before` has
+    the results of the earlier rounds; the result of this round is added to them.
+    """
 
     _supports_check_mode = True
 

@@ -19,7 +19,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands imp
 
 
 class ActionModule(ControllerAction):
-    """The action `doctor_report`: makes findings of what the role doctor has registered on the hosts."""
+    """The action `doctor_report`: makes the report from what the role doctor has registered on the hosts."""
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         hosts, hostvars, now = asked["hosts"], variables["hostvars"], time.time()

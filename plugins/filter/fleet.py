@@ -1,4 +1,4 @@
-"""The Jinja filters of the collection: names for pure functions of module_utils."""
+"""The Jinja filters of the collection. Nearly all are pure functions of module_utils."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import (
 
 
 def cache_folder(path: str) -> str:
-    """The folder for files that can be made again; warns if it is temporary. path: see project_folder."""
+    """The folder for files that can be made again, such as wheelhouses; warns if it is a temporary folder.
+
+    path: of a playbook or role (see project_folder.cache_folder). Raises AnsibleFilterError if the temporary
+    folder belongs to another user.
+    """
     try:
         folder, lasts = project_folder.cache_folder(path)
     except OSError as error:

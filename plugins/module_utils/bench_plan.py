@@ -37,13 +37,14 @@ def bench_plan(
     threads: int = 0,
     memory_gb: float = 0.0,
 ) -> list[Case]:
-    """The benchmark cases of bench.yml, dicts as at the top of this file.
+    """The benchmark cases of bench.yml, as the dicts that the top of this file describes.
 
     asked: names of cases, separated by commas; "" for the default ones.
-    hosts, gpu_hosts: names of all hosts and of those with a GPU.
-    config: {setting: value} of the runs. tokens: tokens of a step. steps: measured steps of a case.
-    threads, memory_gb: of the first host, 0 if unknown; they limit how many processes the default cases start
-        on it.
+    hosts, gpu_hosts: names of all hosts, and of the hosts with a GPU.
+    config: {setting: value} of the runs.
+    tokens: the number of tokens in a step. steps: the number of measured steps of a case.
+    threads, memory_gb: CPU threads and memory (GB) of the first host, 0 if unknown. They limit how many
+        processes the default cases start on this host.
     Raises AnsibleFilterError for an invalid name and for settings that RunConfig refuses.
     """
     names = [name.strip() for name in asked.split(",") if name.strip()]
@@ -78,11 +79,12 @@ def default_cases(
 ) -> list[str]:
     """Names of the default benchmark cases.
 
-    hosts, gpu_hosts: names of all hosts and of those with a GPU. tokens: tokens per step, of all ranks
-    together. The cases are each host alone, the GPU of each GPU host, several processes on the first host
-    (each number in `processes`), all hosts with plain DDP and in every sync mode. In sync=local every rank
-    has `tokens` tokens per step. With several hosts there is one more case, the coordinator alone with tokens
-    / len(hosts) tokens per step. Its step time is the least that the fleet can reach.
+    hosts, gpu_hosts: names of all hosts, and of the hosts with a GPU. tokens: the number of tokens in a step,
+    of all ranks together. processes: numbers of processes. The cases are each host alone, the GPU of each GPU
+    host, the first host with each of these numbers of processes, and all hosts with plain DDP and in every
+    sync mode. In sync=local every rank has `tokens` tokens per step. With several hosts there is one more
+    case: the first host alone with `tokens` / len(hosts) tokens per step. The step time of this case is the
+    least that the fleet can reach.
     """
     names = [f"solo-{tokens}-on-{host}" for host in hosts]
     names += [f"gpu-{tokens}-on-{host}" for host in gpu_hosts]
@@ -141,11 +143,12 @@ def _case(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int
 
 
 def measured(plan: Sequence[Case], paths: Sequence[Path]) -> list[str]:
-    """The names of the cases that need no new run, because a usable result file of them exists.
+    """The names of the cases that need no new run, because each has a usable result file.
 
-    plan: all cases. paths: the result files, NAME.json. A file can be used if schema, hosts, depth,
-    sequence_len and device_batch_size are equal and it has at least as many steps. It does not record the
-    link, the data and other settings: if these have changed, measure again with -e bench_again=true.
+    plan: all cases. paths: the result files, NAME.json. A file is usable if its schema is the present one,
+    its hosts, depth, sequence_len and device_batch_size are those of the case, and it has at least as many
+    steps as the case. A file does not record the link, the data and other settings: if these have changed,
+    measure again with -e bench_again=true.
     """
     results = {path.stem: load_json(str(path)) or {} for path in paths}
     return [case["name"] for case in plan if _covers(results.get(case["name"], {}), case)]
@@ -161,7 +164,7 @@ def _covers(result: Mapping[str, Any], case: Case) -> bool:
 
 
 def summary(plan: Sequence[Case], left: Sequence[Case]) -> str:
-    """A sentence about the cases of a benchmark: names those to measure, counts those with a result file.
+    """A sentence with the names of the cases to measure and the number of cases that have a result file.
 
     plan: all cases. left: those of `plan` that have to be measured.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The boot entry of a transient unit: an enabled unit and a script that start it after a boot.
+"""The boot entry of a transient unit: an enabled unit and a script that start this unit after a boot.
 
-Where the two are depends on the scope, which is whose systemd has the unit:
+Their paths depend on the scope, which names the systemd that runs the transient unit:
 
     system   /etc/nanofleet/NAME.sh and nanofleet@NAME.service, root's
     user     ~/.config/nanofleet/NAME.sh and nanofleet@NAME.service of the user's own systemd
@@ -97,14 +97,17 @@ def _allowed(name: str) -> str:
 
 
 def instance(name: str, template: str = TEMPLATE) -> str:
-    """Name of the enabled unit in the boot entry of the transient unit `name`: nanofleet@NAME.service."""
+    """Name of the enabled unit in the boot entry of the transient unit `name`: nanofleet@NAME.service.
+
+    template: the file name of the unit file from which systemd makes the enabled unit.
+    """
     return template.replace("@", f"@{run_of_unit(name)}")
 
 
 def entries(scope: str = "") -> list[str]:
     """Full names of the transient units that have a boot entry on this host.
 
-    scope: system or user, whose systemd has the units; "" for own_scope().
+    scope: system or user (see the top of this file); "" for own_scope().
     """
     scripts = Path(_folders(scope or own_scope())[0]).glob("*.sh")
     return sorted(f"{PREFIX}{each.stem}.service" for each in scripts)
@@ -113,9 +116,9 @@ def entries(scope: str = "") -> list[str]:
 def script(name: str, start: Sequence[str], condition: Sequence[str], user: str, scope: str) -> str:
     """The text of the shell script in a boot entry.
 
-    name: of the transient unit. start: its systemd-run command line. condition: the command whose exit status
-    decides (see the top of this file). user: as whom the condition runs in the scope `system`. scope: system
-    or user.
+    name: the name of the transient unit. start: the systemd-run command line that starts it. condition: the
+    command whose exit status decides (see the top of this file). user: the user as whom the condition runs in
+    the scope `system`, "" for root. scope: system or user.
     """
     folder, units = _folders(scope)
     command = ["runuser", "-u", user, "--", *condition] if user and scope == "system" else condition
@@ -141,7 +144,10 @@ def script(name: str, start: Sequence[str], condition: Sequence[str], user: str,
 
 
 def stop_command(name: str, scope: str) -> str:
-    """The ExecStopPost= of the transient unit: it runs the script of the boot entry with `end`."""
+    """The value of ExecStopPost= of the transient unit `name`, which runs the script of its boot entry.
+
+    The argument of the script is `end`. scope: system or user.
+    """
     script = shlex.quote(f"{_folders(scope)[0]}/{run_of_unit(name)}.sh")
     return f"+-/bin/sh {script} end"  # as root in the system's systemd; the unit does not fail if this does
 
@@ -149,10 +155,10 @@ def stop_command(name: str, scope: str) -> str:
 def write(
     name: str, start: Sequence[str], condition: Sequence[str], user: str, scope: str, sleeps: bool = False
 ) -> None:
-    """Write and enable the boot entry of the unit `name`. Raises OSError; RuntimeError if systemctl fails.
+    """Write and enable the boot entry of the transient unit `name`.
 
     start, condition, user, scope: as for `script`. sleeps: whether the unit leaves its run while the host
-    sleeps.
+    sleeps. Raises OSError if a file cannot be written, and RuntimeError if systemctl cannot enable the entry.
     """
     folder, units = _folders(scope)
     target = "multi-user.target" if scope == "system" else "default.target"
@@ -170,10 +176,11 @@ def write(
 
 
 def allow(name: str, addresses: Sequence[str], check: bool) -> list[str]:
-    """Let the unit also exchange packets with `addresses` after a boot; returns those that are new to it.
+    """Change a boot entry so that its unit may also exchange packets with `addresses` after a boot.
 
-    name: of a unit in the scope `system`. check: only return them. Without a boot entry, or if the unit is
-    not restricted to addresses, the result is empty. Raises OSError.
+    Returns the addresses that the boot entry did not allow before; [] if there is no boot entry, or if the
+    unit is not restricted to addresses. name: the name of a transient unit in the scope `system`. check:
+    whether to change nothing. Raises OSError if the script cannot be read or written.
     """
     path, denied = Path(_folders("system")[0]) / f"{run_of_unit(name)}.sh", "--property=IPAddressDeny=any"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -186,7 +193,11 @@ def allow(name: str, addresses: Sequence[str], check: bool) -> list[str]:
 
 
 def remove(name: str, scope: str) -> None:
-    """Disable and delete the boot entry of `name`, and with the last entry the template. Raises OSError."""
+    """Disable and delete the boot entry of the transient unit `name`.
+
+    If no other boot entry is left in the scope, the unit files are deleted too. Raises OSError if a file
+    cannot be deleted.
+    """
     folder, units = _folders(scope)
     control = ["systemctl", *manager(scope)]
     run([*control, "disable", instance(name)])

@@ -21,9 +21,10 @@ EXAMPLE = "ansible-playbook train.yml -e stage=sft -e from_run=RUN -e conversati
 
 
 class Source(NamedTuple):
-    """A file or folder of conversations. path: of it.
+    """A file or folder of conversations.
 
-    weight: how many times an epoch has each of its conversations, as text; "" for 1.
+    path: the path of the file or folder. weight: the number of times that an epoch contains each of its
+    conversations, as text; "" for 1.
     """
 
     path: Path
@@ -31,7 +32,7 @@ class Source(NamedTuple):
 
 
 def request_findings(request: Mapping[str, Any]) -> Iterator[Finding]:
-    """Findings about settings of a fine-tuning that do not belong together.
+    """Findings about settings of a fine-tuning that are missing, or that cannot be combined.
 
     request: {setting: value} of stage, from_run, from_checkpoint and conversations; "" if a setting is not
     set.
@@ -131,7 +132,7 @@ def _sha256(path: Path) -> str:
 
 
 def command_options(sources: Sequence[Source], tokenizer: Path, skip_bad: bool) -> list[str]:
-    """The options of `python -m trainer conversations` for these files, without --out.
+    """The options of `python -m trainer conversations` for these sources, without --out.
 
     sources: the files and folders of conversations. tokenizer: the folder of the tokenizer. skip_bad: whether
     bad lines are left out.

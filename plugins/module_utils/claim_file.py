@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The claim, a file on a host that names the fleet which the host serves: its text, and who may change it."""
+"""The claim of a host: the file that names the fleet which the host serves.
+
+The functions read and make its text, and decide whether a fleet may change the host.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def parse(text: str, path: str, host: str) -> dict[str, Any]:
 
     Keys: schema, fleet_id, hosts ({name: address}), by and at (who made it, and when), controllers
     (addresses). path, host: the file and its host, for messages. Raises ValueError if the text is no claim,
-    or one of a newer release of nanofleet.
+    or the claim of a newer release of nanofleet.
     """
     if not text:
         return {}
@@ -46,9 +49,9 @@ def refusal(
 ) -> str:
     """Why this fleet may not change a host, as a message; "" if it may.
 
-    claim: the claim of the host (see `parse`). fleet_id: name of this fleet. hosts: {name: address} of its
-    hosts. host: name of the host. partial: whether the claim also counts as this fleet's if one of the two
-    lists of hosts contains the other.
+    claim: the claim of the host (see `parse`). fleet_id: name of this fleet. hosts: {name: address} of the
+    hosts of this fleet. host: name of the host to change. partial: whether the claim also counts as this
+    fleet's if one of the two lists of hosts contains the other.
     """
     if not claim or claim["fleet_id"] == fleet_id or claim["hosts"] == hosts:
         return ""
@@ -66,7 +69,7 @@ def refusal(
 
 
 def routable(address: str) -> str:
-    """An address in its usual form; empty for loopback and for link-local ones."""
+    """An address in its usual form; "" for a loopback or link-local address and for any other text."""
     parsed = parse_ip(address)
     return "" if parsed is None or parsed.is_loopback or parsed.is_link_local else str(parsed)
 
@@ -104,8 +107,8 @@ def refusals(
 ) -> list[str]:
     """Messages about the hosts whose claim is damaged or names another fleet; [] if there are none.
 
-    texts: {host: text of its claim file}. fleet_id, hosts, partial: as for `refusal`. path: of the claim file
-    on the hosts.
+    texts: {host: text of its claim file}. fleet_id, hosts, partial: as for `refusal`. path: the path of
+    the claim file on the hosts.
     """
     addresses = {name: str(address) for name, address in hosts.items()}
     found = []

@@ -10,7 +10,9 @@ from ansible.plugins.action import ActionBase
 
 
 class ControllerAction(ActionBase):
-    """The base class of an action plugin that only decides: subclasses return their result from `decide`.
+    """The base class of an action plugin that runs on the controller only.
+
+    A subclass returns its result from the method `decide`.
 
     The options and the result of the action X are documented in plugins/modules/X.yml.
     """

@@ -16,11 +16,12 @@ PUSHED = ("manifest.json", "shards", "tokenizer", "core")
 
 
 def give(folder: int, shown: Path, uid: int, gid: int, names: tuple[str, ...], check: bool = False) -> int:
-    """Give a folder, some of its entries and all below these to a user and group.
+    """Set the owner and group of a folder, of some of its entries and of everything below these entries.
 
-    Returns the number of changes. folder: descriptor of the open folder. shown: its path, for messages. uid,
-    gid: of the user and group. names: of the entries. No symbolic link is followed. check: only count. Raises
-    ValueError for a file with several hard links.
+    Returns the number of files and folders whose owner or group changes. folder: file descriptor of the open
+    folder. shown: path of the folder, for messages. uid, gid: the numbers of the owner and the group. names:
+    the names of the entries. check: whether the changes are only counted. No symbolic link is followed.
+    Raises ValueError if a file to change has several hard links.
     """
     changed = 0
     if (os.fstat(folder).st_uid, os.fstat(folder).st_gid) != (uid, gid):
@@ -48,9 +49,10 @@ def give(folder: int, shown: Path, uid: int, gid: int, names: tuple[str, ...], c
 def own(path: Path, user: str, reader: str, mode: int, check: bool) -> dict[str, Any]:
     """Make a data directory and set its owner and mode.
 
-    Returns {"changed", "given" (number of changed entries)}. path: of the directory. user: the owner. reader:
-    the user whose primary group the directory and the files get. mode: of the directory itself. check: change
-    nothing. Raises ValueError if a user is missing, or if `path` is a link or no folder.
+    Returns {"changed": whether anything changes, "given": the result of `give`}. path: the path of the
+    directory. user: the owner. reader: the user whose primary group the directory and the files get. mode:
+    the permission bits of the directory itself. check: whether to change nothing. Raises ValueError if a
+    user is missing, if `path` is a link or no folder, or if a file has several hard links.
     """
     try:
         uid, gid = pwd.getpwnam(user).pw_uid, pwd.getpwnam(reader).pw_gid

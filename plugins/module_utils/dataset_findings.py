@@ -24,10 +24,11 @@ def dataset_phrases(phrases: Sequence[str]) -> str:
 
 
 def dataset_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
-    """A sentence for each host whose data files differ from its manifest, or its manifest from the others'.
+    """Sentences about hosts whose data files are wrong, or whose manifest differs from that of most hosts.
 
-    hosts: names, in the order of the sentences. hostvars: variables by host; the results of the module
-    verify_shards are in hostvars[host]["__dataset_verified"].
+    hosts: names, in the order of the sentences. hostvars: variables by host;
+    hostvars[host]["__dataset_verified"] is the result of the module verify_shards, which compares the data
+    files with the manifest.
     """
     seen = {host: hostvars[host].get("__dataset_verified") or {} for host in hosts}
     found = [
@@ -41,7 +42,7 @@ def dataset_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]
 
 
 def dataset_rows_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
-    """A sentence for each host that has made other training rows from its data than most hosts.
+    """A sentence for each host whose training rows, made from its data, differ from those of most hosts.
 
     hosts: names. hostvars: variables by host; hostvars[host]["__dataset_packed"] is the registered result
     of `trainer prepare --rows` there.
@@ -55,10 +56,10 @@ def dataset_rows_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list
 
 
 def rows_digest(packed: Mapping[str, Any]) -> str:
-    """Digests that identify the training rows of a host: of their input, and of the files for train and val.
+    """A text that identifies the training rows of a host: three digests, joined by slashes.
 
-    packed: the JSON object that `trainer prepare --rows --json` printed. The first 12 hex digits of each
-    digest, joined by slashes.
+    They are the first 12 hex digits of the digests of the input, of the file for train and of the file for
+    val. packed: the JSON object that `trainer prepare --rows --json` printed.
     """
     parts = (packed.get(name) or "" for name in ("digest", "train_sha256", "val_sha256"))
     return "/".join(part[:12] for part in parts if part)

@@ -32,8 +32,8 @@ def host_findings(
     """All findings of the doctor about single hosts: reachability, clock, disks, ports, data, packages.
 
     measured: host -> its measurements, with the keys that are listed in doctor_measured. hostvars:
-    variables by host. options: min_free_gib (GiB), max_skew_s (seconds), trainer (digest of the trainer in
-    this folder).
+    variables by host. options: min_free_gib (GiB), max_skew_s (seconds), trainer (digest of the folder
+    trainer/ on the controller).
     """
     found: list[Finding] = []
     for host, of_host in measured.items():

@@ -22,9 +22,10 @@ SSH_PORT = "22"
 def interface_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     """Findings about the network interface of each host.
 
-    Either no interface of the host can be used, or the kernel sends the packets for a peer over another
-    interface than the chosen one. measured: host -> its measurements (see doctor_measured). options:
-    store_port, port_low, port_high.
+    Examples are that no interface can be used, that the kernel sends the packets for a peer over another
+    interface than the role network has chosen, or that the kernel sends them over a bridge of containers or
+    virtual machines. measured: host -> its measurements (see doctor_measured). options: store_port, port_low,
+    port_high.
     """
     found = []
     for host, of_host in measured.items():
@@ -58,7 +59,7 @@ def ports_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def is_behind_windows(measured: Measured, host: str) -> bool:
-    """Whether a host is a WSL2 with NAT networking that no peer reaches on all ports.
+    """Whether a host runs in WSL2 with NAT networking, and no peer reaches all of its probed ports.
 
     measured: host -> its measurements (see doctor_measured).
     """
@@ -149,7 +150,7 @@ def program_on(of_host: Mapping[str, Any], name: str) -> Program | None:
 
 
 def shown_interface(of_host: Mapping[str, Any], name: str) -> str:
-    """An interface with what it is, as text: eth0, wlan0 (WiFi), or tailscale0 (Tailscale, MTU 1280).
+    """An interface with its kind, as text: eth0, wlan0 (WiFi), or tailscale0 (Tailscale, MTU 1280).
 
     of_host: the measurements of the host (see doctor_measured). name: the interface.
     """
@@ -185,9 +186,9 @@ def used_interface(of_host: Mapping[str, Any], peer: str) -> str:
 
 
 def shared_network(measured: Measured, hosts: Sequence[str]) -> str:
-    """An address of the second host on a wired or WiFi network that the first is on too; "" without one.
+    """An address of the second host in a wired or WiFi network of the first host; "" if there is none.
 
-    measured: host -> its measurements (see doctor_measured). hosts: the names of the two.
+    measured: host -> its measurements (see doctor_measured). hosts: the names of the first and second host.
     """
     here, there = (
         [

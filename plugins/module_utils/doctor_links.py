@@ -73,10 +73,10 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
 
 
 def network_needs(predicted: Mapping[str, Any]) -> str:
-    """A sentence, with a blank before it: the seconds of a step and of its transfers, by sync mode.
+    """A sentence, with a leading space, about the predicted seconds of a step and of its transfers.
 
-    predicted: the prediction of trainer.bench.step_prediction, with total_batch_size, depth, sync, modes
-    and advice.
+    It has the seconds for the sync mode of the run, for the advised sync modes and for local. predicted: the
+    prediction of trainer.bench.step_prediction, with total_batch_size, depth, sync, modes and advice.
     """
     advised = [each.partition("=")[2] for each in predicted["advice"] if each.startswith("sync=")]
     modes = dict.fromkeys([predicted["sync"], *advised, "local"])

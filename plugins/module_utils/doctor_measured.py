@@ -1,15 +1,18 @@
 """Decisions of the doctor on the controller: which hosts connect, what is measured, whether a check is due.
 
-Pure functions of the results that tasks registered. `measured`, which most filters take, is a dict by host:
+Pure functions of the results that tasks registered. The argument `measured` of most functions is a dict
+{host: its measurements}. The measurements of a host are a dict with the keys
     reachable, why           whether the host answered; if not, what SSH printed
-    facts, marks             of the module doctor_host; facts is {} if the module could not run (see `why`)
+    facts                    of the module doctor_host; {} if the module could not run (see `why`)
+    marks                    of the module doctor_host: values that show whether the host has changed
     problem                  the message of the role network if it could choose no interface, else ""
-    address, interface       of the chosen NIC
+    address, interface       of the NIC that the role network has chosen
     ports, held              of the module doctor_listener; `held` with pid, user, command and unit if known
     active                   names of the units of active runs
     paths, rates             of the module doctor_peers, by peer
     firewall                 rules of the module firewall_rules; None if they were not read
-    installed, data          of installed_environment and of the role dataset's comparison; None if not read
+    installed                result of the module installed_environment; None if it was not read
+    data                     comparison of the data with the manifest; None if it was not made
     rehearsal                of trainer.bench.rehearsal; None if it did not run
 """
 
@@ -30,7 +33,10 @@ CHANGES = {"boot": "was started", "interface": "has another interface", "address
 
 
 def pairs_in_rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
-    """All pairs of hosts in rounds; in a round each host has at most one partner (circle method)."""
+    """All pairs of hosts, divided into rounds so that a host is in at most one pair of a round.
+
+    Returns [[[a, b], ...] of a round, ...], computed with the circle method.
+    """
     circle: list[Any] = [*hosts, *([None] if len(hosts) % 2 else [])]
     half, found = len(circle) // 2, []
     for _ in range(len(circle) - 1):
@@ -45,7 +51,7 @@ def rate_rounds(hosts: Sequence[str], measured: Measured) -> list[dict[str, str]
 
     hosts: names. measured: {host: its measurements} (see the top of this file). In a round each host is in at
     most one pair. The host that connects is one that has reached an open port of the other. A pair is left
-    out if neither host has, or if large packets between the two are lost.
+    out if neither host has reached an open port of the other, or if large packets between the two are lost.
     """
     rounds = []
     for pairs in pairs_in_rounds(hosts):
@@ -63,7 +69,7 @@ def rate_rounds(hosts: Sequence[str], measured: Measured) -> list[dict[str, str]
 def peers(
     hosts: Sequence[str], hostvars: Mapping[str, Any], me: str, listening: str = "__doctor_listening"
 ) -> list[dict[str, Any]]:
-    """Option `peers` of the module doctor_peers on the host `me`: a dict for each other host.
+    """Value of the option `peers` of the module doctor_peers on the host `me`: a dict for each other host.
 
     Keys: host, address, ports (open listeners, see peer_listener.open_ports), ssh_port. hosts: names of all
     hosts, of which some may be unreachable. hostvars: variables by host. listening: name of the variable that
@@ -116,8 +122,9 @@ def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[s
 
     hosts: names of all hosts, in rank order; the first one serves the rendezvous store. measured: {host: its
     measurements} (see the top of this file). forks: on how many hosts Ansible runs a task at the same time.
-    In the result, `hosts` is [] if fewer than two can, or more than `forks`; `why` is a text. A host with a
-    broken path to another one is left out, because that path has a finding of its own.
+    In the result, `hosts` is [] if fewer than two hosts can test it, or more than `forks` hosts, or if the
+    host of the rendezvous store cannot; `why` is a text. A host with a broken path to another host is left
+    out, because that path has a finding of its own.
     """
     joined: list[str] = []
     bare: list[str] = []
@@ -153,8 +160,9 @@ def rehearsal_part(
 ) -> dict[str, Any]:
     """The argument of trainer.bench.rehearsal on the host `me` (for its keys see `rehearse` there).
 
-    If `me` cannot reach the others, it is the only host. hosts, measured, forks: as for `can_rehearse`. port:
-    of the rendezvous store. config: {setting: value} of the run whose step is predicted.
+    If `me` is not among the hosts that can test an all-reduce together, it is the only host in the argument.
+    hosts, measured, forks: as for `can_rehearse`. port: the port of the rendezvous store. config: {setting:
+    value} of the run whose step is predicted.
     """
     together = can_rehearse(hosts, measured, forks)["hosts"]
     joined = together if me in together else [me]
@@ -171,7 +179,7 @@ def rehearsal_part(
 def measured(hosts: Sequence[str], hostvars: Mapping[str, Any]) -> dict[str, Any]:
     """The measurements of all hosts, by host (keys: see the top of this file).
 
-    hosts: names. hostvars: variables by host, with what the tasks registered.
+    hosts: names. hostvars: variables by host, with the results that the tasks registered.
     """
     return {host: _measured_on(hostvars[host]) for host in hosts}
 
@@ -243,7 +251,7 @@ def prediction(measured: Measured) -> dict[str, Any] | None:
 
 
 def why_no_prediction(measured: Measured) -> str:
-    """Why hosts that rehearsed together made no prediction of a step; "" if they made one or none was due.
+    """Why no step was predicted although hosts tested an all-reduce together; "" in all other cases.
 
     measured: {host: its measurements} (see the top of this file).
     """
@@ -258,12 +266,13 @@ def why_no_prediction(measured: Measured) -> str:
 def fleet_state(
     measured: Measured, options: Mapping[str, Any], hostvars: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a report of the doctor depends on: while the result is unchanged, no new check is due.
+    """The state of the fleet on which a report of the doctor depends.
 
+    While the result is unchanged, no new check is due.
     measured: {host: its measurements} (see the top of this file). options: the ports of a run: store_port,
     port_low, port_high. hostvars: variables by host. Returns {"settings": ports and order of the hosts,
-    "hosts": {host: its marks}}. Firewall rules count only on hosts where they were read as root
-    (`__doctor_rules`).
+    "hosts": {host: its marks}}. The marks of a host include its interface, its address and a digest of its
+    firewall rules, if these were read.
     """
     settings = {"hosts": " ".join(measured)} | {name: str(options[name]) for name in PORTS}
     state: dict[str, Any] = {"settings": settings, "hosts": {}}
@@ -285,9 +294,9 @@ def fleet_state(
 
 
 def kept_file(folder: str, hosts: Sequence[str]) -> Path:
-    """The path on the controller of the last report without a fault: FOLDER/HASH.json.
+    """The path of the file that keeps the last report without a fault: FOLDER/HASH.json.
 
-    HASH depends on the names of the hosts.
+    The file is on the controller. HASH depends on the names of the hosts.
     """
     return Path(folder) / f"{hashlib.sha256(chr(10).join(hosts).encode()).hexdigest()[:12]}.json"
 
@@ -296,7 +305,7 @@ def due(state: Mapping[str, Any], kept: str, when: str) -> str:
     """Why the doctor has to check the fleet before a run, as a phrase; "" if it need not.
 
     state: the present result of `fleet_state`. kept: the text of the last report without a fault, "" if
-    there is none. when: the setting doctor: auto, always or never.
+    there is none. when: the value of the setting `doctor`: auto, always or never.
     """
     if when != "auto":
         return "doctor=always" if when == "always" else ""

@@ -41,7 +41,7 @@ def path_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
     """All findings about network interfaces, and about the paths between two hosts.
 
     measured: host -> its measurements (see doctor_measured). options: port_low, port_high, store_port,
-    slow_rtt_ms (the round trip in milliseconds from which a path is slow).
+    slow_rtt_ms (a path is slow if a round trip takes more milliseconds).
     """
     found = interface_findings(measured, options)
     explained = {each["host"] for each in found if each["severity"] == "error"}
@@ -54,8 +54,9 @@ def connection_findings(
     """Findings about the connections that each host tried to each peer.
 
     measured: host -> its measurements (see doctor_measured). options: as for `path_findings`. explained:
-    hosts that another finding covers; their connections are left out. Findings with the same code, host and
-    remedy become one finding that lists the other paths, because one firewall rule may block many.
+    hosts whose problem another finding reports; their connections are left out. Findings with the same code,
+    host and remedy become one finding that lists the other paths, because one firewall rule may block many
+    paths.
     """
     merged: dict[tuple[str, str, str], Finding] = {}
     others: dict[tuple[str, str, str], list[str]] = {}

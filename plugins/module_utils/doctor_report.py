@@ -41,8 +41,9 @@ def examined(
     """The report of the doctor as an object for JSON, with all findings that follow from the measurements.
 
     measured: host -> its measurements (see doctor_measured). hostvars: variables by host. options: the
-    limits that host_findings, path_findings and link_findings take. about: time, seconds (of the check),
-    quick (whether it left out the slow measurements), forks (on how many hosts Ansible runs a task at once).
+    limits that host_findings, path_findings and link_findings take. about: time, seconds (duration of
+    the check), quick (whether the check left out the slow measurements), forks (on how many hosts Ansible
+    runs a task at once).
     """
     options = {**options, "trainer": code_digest()}
     findings = [
@@ -57,8 +58,8 @@ def examined(
 def report(measured: Measured, findings: Sequence[Finding], about: Mapping[str, Any]) -> dict[str, Any]:
     """The report of the doctor as an object for JSON, with these findings.
 
-    measured: host -> its measurements (see doctor_measured). about: time, seconds (of the check), quick
-    (whether it left out the slow measurements), rehearsal (result of can_rehearse).
+    measured: host -> its measurements (see doctor_measured). about: time, seconds (duration of the check),
+    quick (whether the check left out the slow measurements), rehearsal (result of can_rehearse).
     """
     errors = [each for each in findings if each["severity"] == "error"]
     all_reduce_rates = [(of_host["rehearsal"] or {}).get("allreduce_mbit") for of_host in measured.values()]
@@ -193,9 +194,10 @@ def _wsl(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def matrix(report: Mapping[str, Any]) -> list[str]:
-    """The lines of a table of hosts by hosts: a cell shows the path from its row to its column.
+    """The lines of a table with a row and a column for each host.
 
-    On the diagonal are the figures of the host itself. report: the result of `report`.
+    A cell shows the path from the host of its row to the host of its column. The cells on the diagonal show
+    the figures of the host itself. report: the result of `report`.
     """
     cells = {(host, host): _host_cell(of_host) for host, of_host in report["hosts"].items()}
     for pair in report["pairs"]:

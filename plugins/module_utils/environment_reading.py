@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reads the versions in a run's Python environment, by that environment's Python. Standard library only."""
+"""Reads the versions in a Python environment, by starting its Python. Standard library only."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ print(json.dumps({**about, **found}))
 
 
 def read_environment(python: str) -> dict[str, Any]:
-    """The versions in a Python environment, as {"installed", "cores"}. python: the path of its Python.
+    """The versions in a Python environment and the number of processors, as {"installed", "cores"}.
 
+    python: the path of the Python in the environment. Keys of the result:
     installed: dict with environment (name of its folder), machine, python and torch (versions) and trainer
-    (digest); {} if that Python does not exist. cores: number of processors that this process may use. Raises
+    (digest); {} if `python` does not exist. cores: number of processors that this process may use. Raises
     ValueError if the Python does not run, or if torch or the trainer is missing.
     """
     cores = len(os.sched_getaffinity(0))

@@ -16,7 +16,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_
 
 
 class Digests:
-    """The sha256 of files, kept in the JSON file `path` as {name: [size, mtime, ctime, sha256]}.
+    """The sha256 of files, stored in the JSON file `path` as {name: [size, mtime, ctime, sha256]}.
 
     Size is in bytes, both times are in ns. The attribute `hashed` counts the files that had to be read,
     because they were new or changed.
@@ -28,7 +28,10 @@ class Digests:
         self.kept: dict[str, list[Any]] = {}
 
     def sha256(self, name: str, path: Path) -> str:
-        """The sha256 of the file `path`, read only if it has changed. name: its key. Raises OSError."""
+        """The sha256 of the file `path`, which is read only if it is new or has changed.
+
+        name: the key of the file in the JSON file. Raises OSError if the file cannot be read.
+        """
         status = path.stat()
         key = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         entry = self.known.get(name)
@@ -40,7 +43,10 @@ class Digests:
         return str(entry[3])
 
     def save(self) -> None:
-        """Write the sha256 of the files that `sha256` was called for; nothing if the user may not write."""
+        """Write the JSON file, with the files for which `sha256` was called.
+
+        If the user may not write the JSON file, nothing happens.
+        """
         if self.kept == self.known:
             return
         # Without the file the next comparison only takes longer.
@@ -49,7 +55,12 @@ class Digests:
 
 
 def folder_digest(folder: Path) -> dict[str, Any]:
-    """found, sha256, files and bytes of a folder. Raises ValueError for a link, which no copy would have."""
+    """Digest and size of a folder with all that is in it, as {"found", "sha256", "files", "bytes"}.
+
+    found: whether the folder exists. sha256: digest of the names and contents of all files, "" if the folder
+    does not exist. files: the number of files. bytes: the size of all files together. Raises ValueError if
+    there is a symbolic link in the folder.
+    """
     result: dict[str, Any] = {"found": folder.is_dir(), "sha256": "", "files": 0, "bytes": 0}
     if not result["found"]:
         return result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reading files that may be missing, and writing one whole. Standard library only."""
+"""Reads files that may be missing, and writes files atomically. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def read_text(path: str, strip: bool = True) -> str:
-    """The text of a file, without the blanks around it if `strip`; empty if it cannot be read."""
+    """The text of a file; "" if it cannot be read. strip: whether white space at both ends is removed."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip() if strip else file.read()
@@ -29,7 +29,10 @@ def load_json(path: str) -> dict[str, Any] | None:
 
 
 def write_whole(path: str, text: str, mode: int = 0o644) -> None:
-    """Write a file whole: to a temporary file, to the disk (fsync), then os.replace. Creates its folder."""
+    """Write a text to the file `path` atomically: temporary file, fsync, os.replace.
+
+    The folder of the file is created if it is missing. mode: the permission bits of the file.
+    """
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o755, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".nanofleet-")

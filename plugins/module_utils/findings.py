@@ -1,10 +1,16 @@
 """Findings, and the table that shows them. Used on the controller only.
 
-A finding is {"code", "host", "problem", "remedy", "severity"}: message code; host or setting; one sentence;
-the fix; and refusal (stops the command), error (prevents training) or warning (stops nothing). Findings of
-the doctor also have "peer". A code belongs to one message and is never used for another one: NF0xx settings
-and inventory, NF1xx hosts, NF2xx network, NF3xx environments, NF4xx runs, NF5xx doctor, NF6xx data and
-tracker, NF7xx lab. A task that fails has the code before its message, as in `NF602: tower has no rsync ...`.
+A finding is a dict with the keys
+    code        code of the message
+    host        the host, setting or option that the finding is about
+    problem     one sentence
+    remedy      the fix
+    severity    refusal (stops the command), error (prevents training) or warning (stops nothing)
+    peer        only in findings of the doctor: the host at the other end of the path
+
+A code belongs to one message and is never used for another message: NF0xx settings and inventory, NF1xx
+hosts, NF2xx network, NF3xx environments, NF4xx runs, NF5xx doctor, NF6xx data and tracker, NF7xx lab. A task
+that fails has the code before its message, as in `NF602: tower has no rsync ...`.
 """
 
 from __future__ import annotations
@@ -22,8 +28,8 @@ UNCHANGED = "nothing was changed"
 def finding(code: str, host: str, problem: str, remedy: str, severity: str = "refusal") -> Finding:
     """A finding as a dict with code, host, problem, remedy and severity (see the top of this file).
 
-    code: of the message. host: the host, setting or option that it is about. problem: one sentence. remedy:
-    the fix. severity: refusal (stops the command), error or warning.
+    code: the code of the message. host: the host, setting or option that the finding is about. problem: one
+    sentence. remedy: the fix. severity: refusal (stops the command), error or warning.
     """
     return {"code": code, "host": host, "problem": problem, "remedy": remedy, "severity": severity}
 
@@ -38,8 +44,8 @@ def doctor_finding(
 ) -> Finding:
     """A finding of the doctor: the keys of `finding`, and peer.
 
-    code, host, problem, remedy, severity: as for `finding`. peer: host at the other end of the path; "" if it
-    is not about a path.
+    code, host, problem, remedy, severity: as for `finding`. peer: host at the other end of the path; "" if
+    the finding is not about a path.
     """
     return {**finding(code, host, problem, remedy, severity), "peer": peer}
 
@@ -72,7 +78,7 @@ def refusals(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def table(findings: Sequence[Finding], state: str = UNCHANGED) -> str:
-    """The findings as aligned lines, refusals first; each is followed by what to type.
+    """The findings as aligned lines, refusals first; after each finding comes its fix.
 
     state: what was done to the hosts so far, for the first line.
     """

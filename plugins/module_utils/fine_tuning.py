@@ -1,7 +1,8 @@
 """The decision of train.yml about a run of stage sft: its settings, and the checkpoint that it begins with.
 
-Pure functions of the result of the module parent_checkpoint. The same command again finds the run that it
-has started, also when the base run has been trained further or its checkpoint has been removed since.
+Pure functions of the result of the module parent_checkpoint. A command that is repeated finds the run that it
+has started before, even if the run that provides the checkpoint (the base run) has been trained further
+since, or the checkpoint has been removed.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ def plan(
 ) -> dict[str, Any]:
     """The decision about a run of stage sft: {"config", "run_id", "arguments"}.
 
-    config: {setting: value} of the run. run_id: its name, "" for the default name. arguments: more options of
-        `trainer train`.
+    Keys of the result: config ({setting: value} of the run), run_id (name of the run, "" for the default
+        name) and arguments (more options of `trainer train`).
     host: name of the coordinator.
-    found: the result of the module parent_checkpoint there.
-    given: {setting: value} of the settings that were set. from_checkpoint: the setting of this name.
-    tokenizer_sha256: of the tokenizer with which the conversations were made, "" if unknown.
+    found: the result of the module parent_checkpoint on the coordinator.
+    given: {setting: value} of the settings that the user has set. run_id, from_checkpoint: the settings of
+        these names, "" if they are not set.
+    tokenizer_sha256: sha256 of the tokenizer with which the conversations were tokenized, "" if unknown.
     sandboxed: whether the unit of the run has no access to home directories.
-    Raises RefusedError.
+    Raises RefusedError if the run must not start.
     """
     chosen = _chosen(found, from_checkpoint)
     try:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""The rules of this host's firewalls that may drop packets, parsed from listings. No packet is evaluated.
+"""The rules of this host's firewalls that may drop packets, parsed from listings.
 
+Whether a packet passes all rules is not computed.
 A rule is a dict of strings:
     firewall, place     a key of FIREWALLS; where the rule is (nft: FAMILY TABLE CHAIN, firewalld: the zone)
     chain               INPUT for rules that incoming packets pass, OUTPUT for outgoing packets
     verdict             drop (also reject), accept, or policy: packets that no other rule accepts are dropped
     text                the rule as its firewall prints it
-    remedy              the command that removes a drop, if `text` alone decides about packets; else empty
+    remedy              the command that deletes a drop rule, if this rule alone decides; else empty
     version             4 or 6 if the rule is for one version of IP; else empty
     protocol, source, ports, length     its conditions, empty for any; in OUTPUT, source is the destination
 """
@@ -41,7 +42,7 @@ SSH_NAMES = ("ssh", "SSH", "OpenSSH")
 
 
 def ufw_rules(run: Run, _interface: str) -> list[Rule]:
-    """Rules of ufw. run: returns what a command prints."""
+    """Rules of ufw; [] if ufw is not active. run: a function that returns what a command line prints."""
     if "Status: active" not in run("ufw status"):
         return []
     rules = map(ufw_rule, run("ufw show added").splitlines())
@@ -71,9 +72,10 @@ def ufw_rule(line: str) -> Rule | None:
 
 
 def firewalld_rules(run: Run, interface: str) -> list[Rule]:
-    """Rules of firewalld. run: returns what a command prints.
+    """Rules of firewalld; [] if firewalld is not active.
 
-    interface: the one to the peers, which selects the zone.
+    run: a function that returns what a command line prints. interface: the interface to the peers, which
+    selects the zone.
     """
     zone = run(f"firewall-cmd --get-zone-of-interface={interface}") or run("firewall-cmd --get-default-zone")
     zone = zone.strip()
@@ -104,7 +106,10 @@ IPTABLES_AS_NFT = (
 
 
 def nft_rules(run: Run, _interface: str) -> list[Rule]:
-    """Rules of nftables. run: returns what a command prints."""
+    """Rules of nftables, without the tables of iptables and firewalld.
+
+    run: a function that returns what a command line prints.
+    """
     # iptables keeps its rules in nft's tables as well, and shows them itself.
     skipped = {
         f"{family} {line[1:]}"
@@ -141,7 +146,7 @@ def nft_rules(run: Run, _interface: str) -> list[Rule]:
 def iptables_rules(run: Run, _interface: str) -> list[Rule]:
     """Rules of iptables (IPv4) and ip6tables (IPv6), without the chains that ufw made.
 
-    run: returns what a command prints.
+    run: a function that returns what a command line prints.
     """
     found = []
     for command, version in (("iptables", "4"), ("ip6tables", "6")):
@@ -173,11 +178,11 @@ def passed(
     bases: Mapping[str, str],
     version: str,
 ) -> list[Rule]:
-    """The rules of a table that packets pass: of its entry chains, and of the chains these jump to.
+    """The rules of a table in its entry chains, and in the chains to which the entry chains jump.
 
-    firewall: a key of FIREWALLS. title, table: how `text` and `place` of a rule name the table. chains:
-    {chain: its lines, each as (text, conditions, command that removes it)}. bases: {entry chain: INPUT or
-    OUTPUT}. version: 4 or 6 if the table is for one version of IP, else empty.
+    firewall: a key of FIREWALLS. title: the name of the table in `text` of a rule. table: its name in `place`
+    of a rule. chains: {chain: lines of the chain, each as (text, conditions, command that deletes the line)}.
+    bases: {entry chain: INPUT or OUTPUT}. version: 4 or 6 if the table is for one version of IP, else empty.
     """
     found = []
     for base in [each for each in bases if each in chains]:
@@ -194,11 +199,12 @@ def passed(
 
 
 def read_rule(firewall: str, chain: str, label: str, line: Line, is_base: bool) -> Rule | None:
-    """One line of a chain as a rule; None if it neither drops nor accepts new connections.
+    """One line of a chain as a rule; None if the line neither drops nor accepts new connections.
 
-    firewall: a key of FIREWALLS. chain: INPUT or OUTPUT. label: the name of the chain, for messages. line:
-    (text, conditions, command that removes it). is_base: whether packets enter at this chain; if not,
-    another chain jumps to it.
+    None also for a line that accepts but is in no entry chain, or has conditions that a rule dict cannot
+    hold. firewall: a key of FIREWALLS. chain: INPUT or OUTPUT. label: the name of the chain, for messages.
+    line: (text, conditions, command that deletes the line). is_base: whether the line is in an entry chain,
+    where packets enter; if not, another chain jumps to its chain.
     """
     text, tests, remedy = line
     if tests == "policy drop":

@@ -14,9 +14,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import F
 
 
 def read_firewalls(interface: str) -> dict[str, Any]:
-    """The firewalls of this host, as {"rules", "active"}. interface: the one to the peers.
+    """The firewalls of this host, as {"rules", "active"}.
 
-    rules: list of dicts (see firewall_listings.py). active: names of the active firewalls.
+    interface: the network interface to the peers. rules: list of dicts (see firewall_listings.py). active:
+    names of the active firewalls.
     """
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     locale = {**os.environ, "LC_ALL": "C", "LANG": "C"}

@@ -23,7 +23,7 @@ Wanted = Sequence[Mapping[str, str]]
 def ufw_permit(wanted: Wanted, _place: str, comment: str) -> list[str]:
     """The commands of ufw that admit connections. wanted: dicts with source and port.
 
-    comment: of the rules.
+    comment: the comment that the rules get.
     """
     return [
         f"sudo ufw prepend allow from {rule['source']} to any port {rule['port']} proto tcp "
@@ -35,7 +35,7 @@ def ufw_permit(wanted: Wanted, _place: str, comment: str) -> list[str]:
 def firewalld_permit(wanted: Wanted, zone: str, _comment: str) -> list[str]:
     """The commands of firewalld that admit connections. wanted: dicts with source and port.
 
-    zone: of the rules.
+    zone: the zone of the rules; "" for the default zone.
     """
     option = f"--zone={zone} " if zone else ""
     typed = [
@@ -51,7 +51,7 @@ def firewalld_permit(wanted: Wanted, zone: str, _comment: str) -> list[str]:
 def nft_permit(wanted: Wanted, place: str, _comment: str) -> list[str]:
     """The commands of nft that admit connections. wanted: dicts with source and port.
 
-    place: FAMILY TABLE CHAIN.
+    place: the chain of the rules, as FAMILY TABLE CHAIN; "" for inet filter input.
     """
     return [
         f"sudo nft 'insert rule {place or 'inet filter input'} {'ip6' if is_ipv6 else 'ip'} saddr "
@@ -86,7 +86,7 @@ def iptables_permit(wanted: Wanted, _place: str, _comment: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Firewall:
-    """How one kind of firewall, such as ufw, is detected, how its rules are read and its ports opened."""
+    """A kind of firewall, such as ufw: how it is detected, how its rules are read, how ports are opened."""
 
     rules: Callable[[Run, str], list[Rule]]
     """Returns the rules on this host. Arguments: function that runs a command, interface to the peers."""
@@ -129,9 +129,9 @@ def matching(
 ) -> list[Rule]:
     """Those of `rules` that apply to new TCP connections between the host and `address`.
 
-    rules: dicts as in firewall_listings. verdict: drop, accept or policy; chain: INPUT or OUTPUT; only rules
-    with these count. spans: ranges of ports (low, high); a rule for one port of a range counts. Rules about
-    the length of packets do not count.
+    rules: dicts as in firewall_listings. verdict: drop, accept or policy. chain: INPUT or OUTPUT. Only rules
+    with this verdict and this chain are returned. spans: ranges of ports (low, high); a rule for one port of
+    a range is returned too. Rules about the length of packets are left out.
     """
     spans = list(spans)
     return [
@@ -163,7 +163,8 @@ def lacking(rules: Sequence[Rule], chain: str, address: str, spans: Iterable[tup
 def holds_address(written: str, address: str) -> bool:
     """Whether the address condition of a rule (`written`) includes `address`.
 
-    written: an address, a network, several with commas, `!` before those that are excluded, or empty for any.
+    written: addresses and networks, separated by commas; with `!` in front: all addresses except these; ""
+    for any address.
     """
     if written in ("", "any", "anywhere"):
         return True
@@ -175,9 +176,13 @@ def holds_address(written: str, address: str) -> bool:
 def holds_port(written: str, low: int, high: int) -> bool:
     """Whether the port condition of a rule (`written`) includes a port from low to high.
 
-    written: LOW:HIGH, LOW-HIGH, 22,80, `!` before those that are excluded, or empty for any.
+    written: ports and ranges LOW:HIGH or LOW-HIGH, separated by commas; "" for any port. With `!` in front:
+    all ports except these.
     """
-    if written.startswith("!"):
-        return not holds_port(written.lstrip("!= "), low, high)
+    excludes = written.startswith("!")
     bounds = [[int(number) for number in re.findall(r"\d+", part)] for part in written.split(",")]
-    return not written or any(each and each[0] <= high and low <= each[-1] for each in bounds)
+
+    def is_listed(port: int) -> bool:
+        return any(each and each[0] <= port <= each[-1] for each in bounds)
+
+    return not written or any(is_listed(port) != excludes for port in range(low, high + 1))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """Reads all that setup.yml makes on a host, in one process, and names what differs. Changes nothing.
 
-The roles of setup.yml compare the same with modules of their own, one after the other. What needs the other
-hosts or the controller (firewall rules, environments, the tracker's unit) is returned as it is;
-setup_comparison.py compares it there. Standard library only.
+The roles of setup.yml compare the same facts with modules of their own, one after the other. Facts that
+depend on the other hosts or on the controller (firewall rules, environments, the tracker's unit) are returned
+as they are; setup_comparison.py compares them on the controller. Standard library only.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def claim_differences(asked: Options, host: str) -> Iterator[str]:
 
 
 def controllers(asked: Options, host: str) -> list[str]:
-    """The addresses of the controllers that the claim would have after setup.yml.
+    """The addresses of the controllers in the claim that setup.yml would write on this host.
 
-    asked: options of fleet_claim. host: name of this host, for messages. Raises ValueError for a damaged
-    claim.
+    asked: options of fleet_claim. host: name of this host, for messages. Raises ValueError if the present
+    claim is damaged, or was written by a newer release.
     """
     claim = parse(read_text(asked["path"], strip=False), asked["path"], host)
     found: list[str] = merge(claim, asked)["controllers"]
@@ -115,10 +115,11 @@ def controllers(asked: Options, host: str) -> list[str]:
 
 
 def account_differences(user: str, wanted: Options, group_member: str) -> Iterator[str]:
-    """Phrases about the service user `user`.
+    """Phrases if the account or the group of the service user `user` is not as setup.yml makes it.
 
-    wanted: dict with its comment, home and shell. An account with another comment is kept as it is.
-    group_member: the login user, who is in its group.
+    wanted: dict with the comment, home and shell of the account. If the account has another comment, its home
+    and shell are not compared, because setup.yml keeps them. group_member: the login user, who has to be in
+    the primary group of `user`; "" if there is none.
     """
     found = described(user)
     if not found or (found["comment"] == wanted["comment"] and found != dict(wanted)):
@@ -147,9 +148,10 @@ def data_differences(
 ) -> Iterator[str]:
     """Phrases about a data directory: its owner, and files that differ from the controller's manifest.
 
-    path: of the directory. user, mode: the owner and the mode that it has to have, the mode as text such as
-    "0750". manifest_sha256: of the controller's manifest. remember: whether each computed sha256 is stored
-    beside the data. core_sha256: folder_digest of the controller's CORE bundle; "" if it has none.
+    path: the path of the directory. user, mode: the owner and the mode that the directory has to have, the
+    mode as text such as "0750". manifest_sha256: sha256 of the controller's manifest. remember: whether each
+    computed sha256 is stored beside the data. core_sha256: sha256 of the controller's CORE bundle, as
+    `folder_digest` computes it; "" if the controller has none.
     """
     if not os.path.isdir(path) or own(Path(path), user, user, int(mode, 8), True)["changed"]:
         yield f"{path} is missing, or something in it has another owner or mode"
@@ -168,12 +170,15 @@ def python_version(python: str) -> str:
     """The version of a Python as MAJOR.MINOR; "" if it does not run."""
     if os.path.realpath(python) == os.path.realpath(sys.executable):
         return "{}.{}".format(*sys.version_info[:2])
-    done = subprocess.run([python, "-I", "-c", VERSION], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run([python, "-I", "-c", VERSION], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
     return done.stdout.strip()
 
 
 def machine() -> str:
-    """The architecture, such as x86_64."""
+    """The processor architecture of this host, such as x86_64."""
     return platform.machine()
 
 
@@ -182,7 +187,7 @@ def environment(link: str, venvs: str, python: str) -> dict[str, Any]:
 
     link: the symbolic link. venvs: folder of the environments. python: path of the Python that makes them.
     Keys of the result:
-    linked: whether the link leads to a folder of `venvs`. name: of that folder.
+    linked: whether the link leads to a folder in `venvs`. name: the name of the folder that it leads to.
     complete: whether the environment was made with `python` and all of its files are as they were installed.
     digest, installed, versions, project: what nanofleet-venv.json in it records.
     """
@@ -206,9 +211,11 @@ def environment(link: str, venvs: str, python: str) -> dict[str, Any]:
 
 
 def firewall(commands: Commands) -> dict[str, Any]:
-    """The state of ufw, as {"status", "added"}. commands: those that were started.
+    """The state of ufw, as {"status", "added"}.
 
-    status: absent, inactive, active or error. added: what `ufw show added` prints.
+    status: absent, inactive, active or error. added: what `ufw show added` prints; with the status error, the
+    error message. commands: the started commands, with `ufw show added` as "added" and `ufw status` as
+    "status".
     """
     (added_code, added), (status_code, status) = commands.answer("added"), commands.answer("status")
     if added_code is None:
@@ -224,8 +231,9 @@ def tracker(asked: Options, address: str) -> dict[str, Any]:
     unit: text of its unit file. unit_mode: mode of this file. folder: owner and mode of its folder.
     stamp: name of the environment that its database was made for.
     login: sha256 of the file with its login, "" without one. login_mode: mode of this file.
-    enabled, active: of its unit. answers: whether it answers.
-    asked: the option `tracker` of host_state. address: at which the tracker listens.
+    enabled, active: whether its unit is enabled, and whether it is active.
+    answers: whether the tracker answers HTTP requests.
+    asked: the option `tracker` of host_state. address: the address at which the tracker listens.
     """
     path = f"{asked['folder']}/{asked['unit']}"
     shown = subprocess.run(
@@ -277,7 +285,9 @@ def answers(address: str, port: int) -> bool:
 
 
 def ports(asked: Options) -> dict[str, Any]:
-    """The result of the module ephemeral_ports in check mode: changed, before and the keys of `hindrances`.
+    """The result of the module ephemeral_ports in check mode.
+
+    Its keys are changed, before and the keys of port_range.hindrances.
 
     asked: options of that module.
     """

@@ -30,7 +30,10 @@ def addresses_of(link: Mapping[str, Any]) -> list[Interface]:
 
 
 def owned_by(seen: Mapping[str, Any]) -> dict[str, list[Interface]]:
-    """The addresses by interface, without loopback. seen: result of the module network_links."""
+    """The addresses of this host by interface, without loopback and link-local addresses.
+
+    seen: result of the module network_links.
+    """
     links = {link["ifname"]: link for link in seen["links"] if link["ifname"] != "lo"}
     return {name: found for name, link in links.items() if (found := addresses_of(link))}
 
@@ -38,9 +41,10 @@ def owned_by(seen: Mapping[str, Any]) -> dict[str, list[Interface]]:
 def route_to(
     host: str, peers: Mapping[str, str], seen: Mapping[str, Any], owned: Owned, override: str
 ) -> tuple[str, str, str]:
-    """(interface, own address, "") for the path to all peers, or ("", "", problem).
+    """The interface and own address of `host` for the path to all peers.
 
-    host, peers, seen, override: as for network_interfaces.choose. owned: result of `owned_by`.
+    Returns (interface, own address, ""); ("", "", problem) if no interface can be chosen, where problem is a
+    message. host, peers, seen, override: as for network_interfaces.choose. owned: result of `owned_by`.
     """
     listed = ", ".join(f"{name} ({found[0].ip})" for name, found in owned.items()) or "none"
     if override and override not in owned:

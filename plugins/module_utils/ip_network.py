@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""IP addresses, and this host's interfaces and routes, which need no root. Standard library only."""
+"""Functions for IP addresses, and for this host's interfaces and routes. They need no root.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +49,10 @@ def is_link_local(address: Any) -> bool:
 
 
 def reaches(networks: Iterable[Any], target: str) -> bool:
-    """Whether the address `target` is in one of these networks, interface addresses or addresses.
+    """Whether the address `target` is in one of `networks`.
 
-    A text that is none of these contains no address.
+    networks: networks, interface addresses such as 10.0.0.1/24 (their network counts) or single addresses.
+    Any other text contains no address.
     """
     for each in networks:
         with contextlib.suppress(ValueError):
@@ -58,7 +62,7 @@ def reaches(networks: Iterable[Any], target: str) -> bool:
 
 
 def ask_ip(*words: str) -> tuple[list[dict[str, Any]], str]:
-    """Run `ip -json` with these words, such as "address", "show". Returns (parsed output, error output).
+    """Run `ip -json` with these arguments, such as "address", "show". Returns (parsed output, error output).
 
     The parsed output is a list of dicts; [] if `ip` prints no JSON.
     """

@@ -1,4 +1,4 @@
-"""The base of actions that call a module which only reads, unless launch_state has read the same before."""
+"""The base class of actions that read facts of a host, unless launch_state has read the same facts before."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ansible.plugins.action import ActionBase
 
 
 class KnownAction(ActionBase):
-    """The base class of these actions. An action has the name of its module.
+    """The base class of an action that calls the module of the same name, which changes nothing.
 
-    If the option `known`, a part of the result of launch_state, is given, it is the result. Else the module
-    is called on the host.
+    The option `known` is a part of the result of launch_state. If it is given and not empty, the action
+    returns it and does not call the module.
     """
 
     _supports_check_mode = True

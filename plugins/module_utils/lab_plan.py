@@ -1,5 +1,6 @@
-"""Calculations for the lab: a free subnet, each host's address and cores, and the shape of its link.
+"""Calculations for the lab: a free subnet, each host's address and cores, and the rate limit of its link.
 
+A lab is a fleet of containers on this machine.
 Pure functions, used as Jinja filters by the role lab and called directly by tests/unit/test_lab.py.
 """
 
@@ -18,7 +19,7 @@ BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 def lab_free_subnet(name: str, taken: Iterable[str]) -> str:
-    """The first free /24 for lab `name`. taken: networks that this machine routes or has configured.
+    """The first free /24 for lab `name`. taken: networks that this machine uses or has a route to.
 
     The search starts at a position derived from the name, so labs that start at the same time rarely choose
     the same subnet; if they do, podman's lock decides. Raises ValueError if no subnet is free.
@@ -43,12 +44,13 @@ def lab_free_subnet(name: str, taken: Iterable[str]) -> str:
 
 
 def lab_plan(name: str, count: int, subnet: str, cores: int, cpus: list[int]) -> list[dict[str, str]]:
-    """The hosts of a lab: {"name", "address", "mac", "cpuset"} each, cpuset being CPU numbers with commas.
+    """The hosts of a lab, as dicts with name, address, mac and cpuset (CPU numbers, separated by commas).
 
-    name: of the lab. count: of the hosts. subnet: the /24 of the lab. cores: CPUs of a host. cpus: the CPU
-    numbers of this machine; if there are too few, hosts share them in turn. The MAC address follows from
-    the IP address and never changes: podman would choose another one at each start, and peers that remember
-    the old one would not reach a restarted host for half a minute.
+    name: the name of the lab. count: the number of hosts. subnet: the /24 of the lab. cores: the number of
+    CPUs of a host. cpus: the CPU numbers of this machine; if there are too few, several hosts use the same
+    CPU. The MAC address is computed from the IP address and never changes: podman would choose another MAC
+    address at each start, and peers that remember the old one would not reach a restarted host for half a
+    minute.
     """
     network, plan = ipaddress.ip_network(subnet), []
     for i in range(int(count)):
@@ -66,10 +68,11 @@ def lab_plan(name: str, count: int, subnet: str, cores: int, cpus: list[int]) ->
 
 
 def lab_containers(containers: list[dict[str, Any]] | None, name: str) -> list[dict[str, str]]:
-    """Containers of the lab `name`: [{"name", "owner"}]. owner: state folder of the lab that made it.
+    """Containers of the lab `name`: [{"name", "owner"}].
 
-    containers: the parsed output of `podman ps --format json`. A foreign container whose name looks like that
-    of a lab host (NAME-1) is included, with the owner "".
+    owner: state folder of the lab that made the container; "" for any other container. containers: the parsed
+    output of `podman ps --format json`. A container that no lab made is included if its name looks like that
+    of a host of this lab (NAME-1).
     """
     return [
         {"name": each, "owner": (container.get("Labels") or {}).get("nanofleet.state", "")}
@@ -99,7 +102,8 @@ def lab_failures(results: list[dict[str, Any]]) -> str:
 def lab_burst(rate: str) -> str:
     """The burst of a tc token bucket that is large enough for `rate`, such as 256kb; 0 for the rate none.
 
-    256 kB carry 955 Mbit/s of a 1 gbit link, 64 kB only 700 to 900. Raises ValueError for an invalid rate.
+    With a burst of 256 kB, a 1 gbit link carries 955 Mbit/s; with 64 kB, only 700 to 900 Mbit/s. Raises
+    ValueError for an invalid rate.
     """
     if rate == "none":
         return "0"

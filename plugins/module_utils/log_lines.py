@@ -40,7 +40,7 @@ def tail(path: str) -> list[str]:
 
 
 def attempt_of(lines: list[str]) -> list[str]:
-    """The lines of the last attempt in a log, from its ATTEMPT line on."""
+    """The lines of the last attempt in a log; all lines if no line begins with ATTEMPT."""
     starts = [index for index, line in enumerate(lines) if line.startswith(ATTEMPT)]
     return lines[starts[-1] :] if starts else lines
 
@@ -55,7 +55,7 @@ def first_error(lines: list[str], count: int) -> list[str]:
 
     Of a traceback the last lines are kept, because they name the cause. Lines after another error are taken
     only up to the next traceback, because torchrun's traceback reports only the end of its child process.
-    Without an error: the last `count` lines.
+    If no line reports an error, the last `count` lines are returned.
     """
     lines = [line for line in lines if not FRAME.match(line)]
     for index, line in enumerate(lines):
@@ -77,7 +77,10 @@ def first_error(lines: list[str], count: int) -> list[str]:
 
 
 def signal_text(line: str) -> str:
-    """A sentence instead of torchrun's line about a rank that a signal has ended; other lines unchanged."""
+    """A line of a log, in which a short text replaces torchrun's line about a rank that a signal has ended.
+
+    Any other line is returned unchanged. An example of the text is `Ended by SIGTERM`.
+    """
     found = BY_SIGNAL.search(line)
     if not found:
         return line
@@ -91,7 +94,7 @@ def signal_text(line: str) -> str:
 
 
 def without_torchrun_report(texts: list[str]) -> list[int]:
-    """Indices of the lines except torchrun's own traceback and table, which only report its end."""
+    """Indices of all lines except torchrun's own traceback and table, which report only that a rank ended."""
     kept, skipping, rules = [], False, 0
     for index, text in enumerate(texts):
         if text == TRACEBACK and any("ChildFailedError" in later for later in texts[index : index + 40]):

@@ -1,4 +1,4 @@
-"""Chooses the network interface to the other hosts, and reports what about it would hinder a run.
+"""Chooses the network interface to the other hosts, and warns about problems with that interface.
 
 All functions are pure except `resolve`, which asks the controller's resolver.
 """
@@ -34,17 +34,18 @@ KINDS = {
 
 
 def lines(findings: Iterable[Mapping[str, str]]) -> list[str]:
-    """The findings as text, one line each (CODE HOST: PROBLEM Fix: REMEDY), equal ones once."""
+    """The findings as text, one line each: CODE  HOST: PROBLEM Fix: REMEDY. Equal lines appear once."""
     return list(
         dict.fromkeys(f"{f['code']}  {f['host']}: {f['problem']} Fix: {f['remedy']}" for f in findings)
     )
 
 
 def resolve(addresses: Mapping[str, str]) -> dict[str, str]:
-    """{host: IP address} for {host: name or address}.
+    """The IP address of each host: {host: IP address}.
 
-    Of several addresses IPv4 comes first; loopback and link-local ones are taken only if there is no other.
-    A name that does not resolve is left as it is.
+    addresses: {host: name or address}. If a name has several addresses, IPv4 is preferred. Loopback and
+    link-local addresses are used only if the name has no others. A name that does not resolve is left as it
+    is.
     """
 
     def rank(address: str) -> tuple[bool, bool, bool]:
@@ -76,10 +77,11 @@ def choose(
 
     peers: {name: address} of the other hosts. seen: result of the module network_links on `host`, with a
     route to each peer, or to an outside address if there is no peer. override: the interface set in the
-    inventory. Keys of the result:
-    interface: its name. address: of `host`, on the path to the peers.
-    listen: the address that Gloo announces, the first one of the interface. networks: of the interface.
-    problem: a sentence with its remedy, or "". findings: warnings.
+    inventory; "" for none. Keys of the result:
+    interface: the name of the interface. address: the address of `host` on the path to the peers.
+    listen: the address that Gloo announces, which is the first address of the interface.
+    networks: the IP networks of all addresses of the interface, as texts.
+    problem: why no interface can be chosen, with the remedy; "" if one was chosen. findings: warnings.
     """
     owned = owned_by(seen)
     interface, address, problem = route_to(host, peers, seen, owned, override)
@@ -155,11 +157,11 @@ def _findings(
 
 
 def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) -> list[Finding]:
-    """Warnings about peers that `host` cannot reach at the address at which Gloo would listen there.
+    """Warnings about peers that `host` cannot reach at the address at which the peer's Gloo would listen.
 
-    Gloo listens on the first address of the chosen interface, IPv4 before IPv6, whatever addresses the
-    inventory has; an IPv4 and an IPv6 address cannot connect to each other. peers: names of the other
-    hosts. hostvars: variables by host, with the facts network_* of the role network.
+    On each host Gloo listens on the first address of the chosen interface, IPv4 before IPv6, whatever
+    addresses the inventory has. An IPv4 and an IPv6 address cannot connect to each other. peers: names of the
+    other hosts. hostvars: variables by host, with the facts network_* of the role network.
     """
     found = []
     own = hostvars[host]

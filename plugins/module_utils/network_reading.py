@@ -21,7 +21,10 @@ LOOKUP_SECONDS = 3.0
 
 
 def slow_names(lookups: Mapping[str, Callable[[], object]], limit: float) -> list[str]:
-    """The names whose function still runs after `limit` seconds. lookups: {name: function}."""
+    """The names whose lookup still runs after `limit` seconds.
+
+    lookups: {name: function that looks up the name}. All lookups run at the same time.
+    """
 
     def attempt(look_up: Callable[[], object]) -> None:
         with contextlib.suppress(OSError):
@@ -40,11 +43,13 @@ def slow_names(lookups: Mapping[str, Callable[[], object]], limit: float) -> lis
 
 
 def read_network(targets: Sequence[str]) -> dict[str, Any]:
-    """Interfaces and routes of this host, as a dict. targets: addresses whose routes are read.
+    """The interfaces and routes of this host, as a dict. targets: addresses to which the routes are read.
 
-    links: entries of `ip -json address`. routes: {target: result of route_get}.
-    wireless: names of WiFi interfaces.
-    slow_names: names whose lookup takes longer than LOOKUP_SECONDS.
+    Keys of the result:
+    links: entries of `ip -json address`, of the interfaces that are enabled.
+    routes: {target: result of route_get}. wireless: names of WiFi interfaces.
+    slow_names: of the name of this host and the first target, those whose lookup takes longer than
+    LOOKUP_SECONDS.
     """
     links = [link for link in ask_ip("-details", "address", "show", "up")[0] if link.get("ifname")]
     # torchrun looks up the name of this host at its start, and each rank the names of its peers.

@@ -21,15 +21,15 @@ def plain(address: Any) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether a firewall cannot use an address: it is empty, loopback, or IPv6 with a zone (fe80::1%eth0)."""
+    """Whether a firewall rule cannot use an address: it is empty, loopback, or has a zone (fe80::1%eth0)."""
     return not address or "%" in address or is_loopback(address)
 
 
 def sources(peers: Mapping[str, str], hostvars: Mapping[str, Any]) -> list[str]:
     """The addresses from which the peers connect to this host, each once.
 
-    peers: {name: address in the inventory}. hostvars: variables by host. Of a peer these are its facts
-    network_address and network_listen_address; if it has none, its address in `peers`.
+    peers: {name: address in the inventory}. hostvars: variables by host. The addresses of a peer are its
+    facts network_address and network_listen_address, or its address in `peers` if it has neither fact.
     """
     found = []
     for name, address in peers.items():
@@ -49,8 +49,9 @@ def rules(
     """The connections that the firewall of a host has to admit: [{"source", "port"}]. All others stay closed.
 
     peers: the addresses of the other hosts. ports: the port range of a run as "LOW:HIGH". store_port,
-    tracker_port: of the rendezvous store and the tracker. is_coordinator: this host then also admits the
-    peers to the rendezvous store and to the tracker, and `controllers` (addresses) to the tracker.
+    tracker_port: the ports of the rendezvous store and of the tracker. is_coordinator: whether the host is
+    the coordinator, which also admits the peers to the rendezvous store and to the tracker, and `controllers`
+    to the tracker. controllers: the addresses of the controllers.
     """
     wanted = [ports, str(store_port), str(tracker_port)] if is_coordinator else [ports]
     found = [(peer, port) for peer in dict.fromkeys(peers) for port in wanted]
@@ -64,8 +65,8 @@ def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: 
     """The connections that were tried between these hosts, in the form that doctor_paths takes.
 
     hosts: names. hostvars: variables by host, with the registered results of the tasks. low, high: the port
-    range of a run. Listeners on ports that the kernel chose are left out, because in a dry run the kernel
-    still chooses ports outside of that range; round-trip times are left out, because only the doctor
+    range of a run. Two things are left out: listeners on ports that the kernel chose, because in check mode
+    the kernel still chooses ports outside of the port range, and round-trip times, because only the doctor
     reports them.
     """
 
@@ -98,8 +99,8 @@ def findings(
     """The findings about firewall and ports of `host` (keys: see findings.py).
 
     own: variables of the host, with the results that the tasks registered. connections: the result of
-    `measured`. options: port_low, port_high, store_port, wanted (the result of `rules`), comment (the text
-    that marks the firewall rules of nanofleet), is_root (whether tasks become root).
+    `measured`. options: a dict with port_low, port_high, store_port, wanted (the result of `rules`), comment
+    (the text that marks the firewall rules of nanofleet) and is_root (whether tasks become root).
     """
     if not options["is_root"]:
         return [*owner_findings(host, own, options), *filter_findings(host, "user")]
@@ -166,7 +167,7 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> I
 
 
 def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> list[Finding]:
-    """A warning with the commands that the owner of a host types where plays have no root access.
+    """A warning with the commands that a person has to type on a host where plays have no root access.
 
     own: variables of the host, with the registered results. options: as for `findings`. Without an active
     firewall there is no warning: nothing needs to be opened, and any range of ports can be used.
@@ -192,8 +193,8 @@ def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]
 def filter_findings(host: str, answer: str) -> list[Finding]:
     """A warning if systemd does not restrict the units on `host` to the addresses of the fleet.
 
-    answer: what a test has shown: closed (it does), open (it does not), user (the units belong to a user's
-    systemd, which cannot), anything else if the test failed.
+    answer: the result of a test: closed (systemd restricts them), open (systemd does not restrict them), user
+    (the units belong to a user's systemd, which cannot restrict them), anything else if the test failed.
     """
     if answer == "closed":
         return []
@@ -216,9 +217,10 @@ def filter_findings(host: str, answer: str) -> list[Finding]:
 
 
 def protection(host: str, status: str, answer: str, ssh_port: Any = 22) -> str:
-    """A message if ufw does not protect the ports of a run; "" if it is active.
+    """A message if ufw does not protect the ports of a run; "" if ufw is active.
 
-    status: of ufw (active, inactive or absent). answer: as in `filter_findings`. ssh_port: port of sshd.
+    status: the status of ufw (active, inactive or absent). answer: as in `filter_findings`. ssh_port: port of
+    sshd.
     """
     closed = answer == "closed"
     if status == "absent":

@@ -2,13 +2,14 @@
 """The listener on a host whose network is probed: it names its host, echoes, counts and sends bytes.
 
 A connection begins with one JSON line of the caller, {"token", "do", ...}. The answer is one JSON line,
-{"host", "token", "seen"}: the listener's host, and the caller's address as seen there. Then, by `do`:
+{"host", "token", "seen"}: the name of the listener's host, the same token, and the caller's address as the
+listener sees it. What follows depends on `do`:
 
     hello   nothing more
     echo    the listener sends every byte back
     sink    the caller sends bytes until end of file; the listener answers {"bytes", "seconds"}
     source  the listener sends bytes for `seconds` seconds
-    done    the caller, `from`, will not call again
+    done    nothing more: the host that `from` names will not call again
 
 A caller without the token gets no answer. The process ends on request, when all callers are done (if their
 number is known), after IDLE_LIMIT seconds without a caller, or at its time limit. It writes no file. Standard
@@ -41,9 +42,10 @@ IDLE_LIMIT = 30.0
 
 
 def read_line(connection: socket.socket) -> dict[str, Any]:
-    """Read one line from a socket; returns the JSON object in it. Raises ValueError if there is none.
+    """Read one line from a socket; returns the JSON object in it.
 
-    Single bytes are read, so that the bytes after the line stay in the socket.
+    Single bytes are read, so that the bytes after the line stay in the socket. Raises ValueError if the
+    connection sends no whole line, or if the line has no JSON object.
     """
     line = b""
     while not line.endswith(b"\n"):
@@ -68,14 +70,14 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def plain(address: str) -> str:
-    """An IPv4 address without the prefix ::ffff: that it has on a dual-stack socket."""
+    """`address` without the prefix ::ffff:, which an IPv4 address has on a dual-stack socket."""
     return address[7:] if address.startswith("::ffff:") else address
 
 
 def control_name(token: str) -> str:
     """The name of the abstract Unix socket at which a listener process can be stopped.
 
-    token: the secret of the check, which also names the listener.
+    token: the secret of the check; the name contains its first 16 characters.
     """
     return "\0nanofleet-doctor-" + token[:16]
 
@@ -83,9 +85,9 @@ def control_name(token: str) -> str:
 class Listener:
     """The sockets on which a host answers the probes of its peers.
 
-    host: its name. token: the secret of the check. limit: seconds after which it ends. idle: seconds
-    without a caller after which it ends. callers: how many hosts call it; 0 if that is not known. Raises
-    OSError if a listener with the same token runs on this host.
+    host: the name of this host. token: the secret of the check. limit: seconds after which the listener ends.
+    idle: seconds without a caller after which the listener ends. callers: the number of hosts that call it; 0
+    if that is not known. Raises OSError if a listener with the same token runs on this host.
     """
 
     def __init__(
@@ -99,9 +101,10 @@ class Listener:
         self.sockets = [self.control]
 
     def open(self, address: str, port: int) -> int:
-        """Listen on a port (0: the kernel chooses one) of an address ("": all); returns the port.
+        """Listen on a TCP port; returns the port.
 
-        Raises OSError; its errno is EADDRINUSE if another process has the port.
+        address: the local address; "" for all. port: the port; 0: the kernel chooses one. Raises OSError if
+        the port cannot be opened; its errno is EADDRINUSE if another process has the port.
         """
         everywhere = address == "" and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if everywhere else family_of(address)
@@ -111,7 +114,11 @@ class Listener:
         return opened.getsockname()[1]
 
     def serve(self) -> None:
-        """Answer until stopped, until all are done, until `idle` seconds without a caller, or the limit."""
+        """Answer callers until the listener has to end.
+
+        That is when `stop` is called with its token, when all callers are done, after `idle` seconds without
+        a caller, or at the time limit.
+        """
         called = time.monotonic()
         with contextlib.ExitStack() as closing:
             for each in self.sockets:
@@ -148,10 +155,10 @@ def open_ports(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Open the ports on which a run would listen. Returns (opened, held), two lists of dicts.
 
-    listener: opens them. address: of this host, "" for all. store_port: port of the rendezvous store, 0 for
-    none. ports: further ports; one more is chosen by the kernel. opened: dicts with port, role (store or
-    gloo) and picked (whether the kernel chose it). held: dicts with port, role and reason, for ports that
-    could not be opened.
+    listener: the listener that opens them. address: the address of this host; "" for all. store_port: port of
+    the rendezvous store, which is opened on all addresses; 0 for none. ports: further ports. The kernel
+    chooses one more port. opened: dicts with port, role (store or gloo) and picked (whether the kernel chose
+    the port). held: dicts with port, role and reason, for ports that could not be opened.
     """
     wanted = [(0, "gloo", address), *((port, "gloo", address) for port in ports)]
     if store_port:
@@ -177,7 +184,7 @@ def echo(connection: socket.socket, _asked: dict[str, Any]) -> None:
 
 
 def drain(connection: socket.socket) -> tuple[int, float]:
-    """Read a socket to the end of file. Returns (bytes, seconds from the first byte to the end)."""
+    """Read a socket to the end of file. Returns (number of bytes, seconds from the first byte to the end)."""
     buffer = memoryview(bytearray(CHUNK))
     count, first, last = 0, None, 0.0
     while True:
@@ -198,21 +205,21 @@ def pour(connection: socket.socket, seconds: float) -> None:
 
 
 def sink(connection: socket.socket, _asked: dict[str, Any]) -> None:
-    """Read a connection to the end of file; then answer {"bytes", "seconds"}."""
+    """Read a connection to the end of file; then send the result of `drain` back as {"bytes", "seconds"}."""
     count, seconds = drain(connection)
     send_line(connection, {"bytes": count, "seconds": seconds})
 
 
 def source(connection: socket.socket, asked: dict[str, Any]) -> None:
-    """Send zeros to the caller for the `seconds` that it has asked for."""
+    """Send zeros to the caller for the `seconds` in its request, at most IDLE_SECONDS."""
     pour(connection, min(float(asked["seconds"]), IDLE_SECONDS))
 
 
 def detach(listener: Listener, limit: float, user: str = "") -> int:
     """Start a process in which `listener` serves for at most `limit` + 1 seconds; returns its pid.
 
-    The process outlives this one. user: whose rights it has, if this process is root; without such an
-    account those of nobody.
+    The process outlives this one. user: if this process is root, the new process has the rights of this
+    account, or of nobody if there is no such account; with "" it keeps the rights of root.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -244,7 +251,7 @@ def drop_rights(user: str) -> None:
 
 
 def stop(token: str) -> bool:
-    """Stop the listener with this token on this host; returns whether there was one."""
+    """Stop the listener with this token on this host; returns whether there was such a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as control:
         try:
             control.sendto(token.encode(), control_name(token))

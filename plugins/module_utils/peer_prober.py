@@ -36,6 +36,10 @@ PACKETS = (8000, 4000, 1500, 1492, 1480, 1450, 1420, 1400, 1380, 1340, 1300, 128
 UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENONET)
 
 
+class NoAnswerError(TimeoutError):
+    """Raised if a peer accepts a connection but does not answer within ANSWER_SECONDS."""
+
+
 @dataclass(frozen=True)
 class PeerPath:
     """The path from this host to a peer on which a listener (peer_listener) runs.
@@ -50,10 +54,11 @@ class PeerPath:
     connect_seconds: float = CONNECT_SECONDS
 
     def call(self, port: int, packet: int = 0, **asked: Any) -> Any:
-        """Connect to a port of the peer's listener; returns (socket, the answer of the listener, a dict).
+        """Connect to a port of the peer's listener. Returns (socket, the answer of the listener as a dict).
 
         packet: the most bytes of an IP packet in both directions, 0 for no bound. asked: further fields of
-        the request, such as do. Raises OSError, and ValueError if another program answers.
+        the request, such as do. Raises OSError if the connection fails or no answer arrives, ValueError if
+        another program answers.
         """
         connection = socket.socket(family_of(self.address), socket.SOCK_STREAM)
         try:
@@ -64,7 +69,10 @@ class PeerPath:
             connection.settimeout(ANSWER_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             send_line(connection, {"token": self.token, **asked})
-            answer = read_line(connection)
+            try:
+                answer = read_line(connection)
+            except TimeoutError as error:
+                raise NoAnswerError from error
             if answer.get("token") != self.token:
                 raise ValueError("another program")
         except BaseException:
@@ -76,8 +84,8 @@ class PeerPath:
         """Probe one port: {"state", "detail", "ms", "seen"}.
 
         state: open; refused; filtered (no answer at all); unreachable (the network reports it); silent
-        (connected, but no data); misrouted (the host in `detail` answers); foreign (another program answers).
-        ms: milliseconds until the answer. seen: address of this host as the peer sees it.
+        (connected, but no data); misrouted (another host answers, which `detail` names); foreign (another
+        program answers). ms: milliseconds until the answer. seen: address of this host as the peer sees it.
         """
         started = time.monotonic()
         found: dict[str, Any] = {"state": "open", "detail": "", "seen": ""}
@@ -89,10 +97,10 @@ class PeerPath:
                 found.update(state="misrouted", detail=str(answer.get("host")))
         except ConnectionRefusedError:
             found["state"] = "refused"
+        except NoAnswerError:
+            found["state"] = "silent"
         except TimeoutError:
-            # The connection was made within its time if only the answer stays out.
-            late = time.monotonic() - started < self.connect_seconds
-            found["state"] = "silent" if late else "filtered"
+            found["state"] = "filtered"
         except ConnectionError as error:
             found.update(state="silent", detail=error.strerror or "the connection was cut")
         except ValueError as error:
@@ -104,7 +112,10 @@ class PeerPath:
         return found
 
     def round_trip(self, port: int) -> dict[str, float]:
-        """Round-trip time of a 64-byte message in milliseconds: {"min", "median"} of 30 trips."""
+        """Round-trip time of a 64-byte message in milliseconds: {"min", "median"} of 30 trips.
+
+        port: an open port of the peer. Raises OSError or ValueError if the probe fails.
+        """
         took = []
         connection, _answer = self.call(port, do="echo")
         with connection:
@@ -121,10 +132,11 @@ class PeerPath:
         return {"min": round(min(took), 3), "median": round(statistics.median(took), 3)}
 
     def packet_passes(self, port: int, packet: int = 0) -> tuple[int, bool, int]:
-        """Send the largest packet that the connection allows; returns (its bytes, whether it arrived, MTU).
+        """Send the largest packet that the connection allows. Returns (size, whether it arrived, MTU).
 
-        packet: the most bytes of the packet; with 0, only the interface and the path limit it. MTU: the
-        path MTU in bytes that the kernel knows after the packet was sent.
+        size: the bytes of the IP packet that was sent. packet: the most bytes of the packet; with 0, only the
+        interface and the path limit it. MTU: the path MTU in bytes that the kernel knows after the packet was
+        sent.
         """
         connection, _answer = self.call(port, packet=packet, do="sink")
         with connection:
@@ -143,9 +155,10 @@ class PeerPath:
     def path_mtu(self, port: int) -> dict[str, Any]:
         """Sizes of IP packets to the peer in bytes: {"sent", "passes", "swallowed"}.
 
-        sent: a packet of full size. passes: the largest packet that arrives, 0 for none. swallowed: whether
-        larger ones are lost without an error, which makes a run hang. A router that answers "fragmentation
-        needed" is no fault: the kernel then sends smaller packets.
+        sent: the size of the largest packet that the connection allows. passes: the size of the largest
+        packet that arrives, 0 for none. swallowed: whether larger packets are lost without an error, which
+        makes a run hang. A router that answers "fragmentation needed" is no fault: the kernel then sends
+        smaller packets.
         """
         sent, arrived, after = self.packet_passes(port)
         if arrived:
@@ -163,9 +176,9 @@ class PeerPath:
         return size if arrived else 0
 
     def stream(self, port: int, seconds: float) -> dict[str, Any]:
-        """Rates in Mbit/s: {"sent_mbit"} to the peer, then {"received_mbit"} from it.
+        """The rates to the peer and from the peer in Mbit/s: {"sent_mbit", "received_mbit"}.
 
-        Each is measured for `seconds` seconds.
+        The two directions are measured one after the other, each for `seconds` seconds.
         """
         connection, _answer = self.call(port, do="sink")
         with connection:
@@ -181,7 +194,7 @@ class PeerPath:
 
 
 def rate(count: float, seconds: float) -> float:
-    """Mbit/s of `count` bytes in `seconds`."""
+    """The rate of `count` bytes in `seconds` seconds, in Mbit/s; 0 if `seconds` is 0."""
     return round(8e-6 * count / seconds, 1) if seconds > 0 else 0.0
 
 
@@ -206,7 +219,10 @@ def is_up(address: str, port: int) -> bool:
 
 
 def end(path: PeerPath, ports: list[dict[str, Any]], me: str) -> None:
-    """Tell the listener of a peer that the host `me` will not call again, at the first port that answers."""
+    """Notify the listener of a peer that the host `me` will not call again.
+
+    path: to the peer. ports: the listeners of the peer, [{"port"}]; the first that answers gets the message.
+    """
     for each in ports:
         try:
             asked: dict[str, Any] = {"do": "done", "from": me}
@@ -218,12 +234,12 @@ def end(path: PeerPath, ports: list[dict[str, Any]], me: str) -> None:
 
 
 def probe(path: PeerPath, ports: list[dict[str, Any]], ssh_port: int) -> dict[str, Any]:
-    """All probes of a path except rates, as a dict.
+    """Run all probes of a path except those of the rates; returns the results as a dict.
 
-    path: to the peer. ports: the listeners of the peer, [{"port", "role"}]. ssh_port: is tried if none of
-    them answers. Keys of the result: route (see route_get), ports (each with the keys of `reach` too), rtt_ms
-    (see round_trip) and mtu (see path_mtu), None if no port is open, up (whether the peer answers at all),
-    and cut (the error) if a probe breaks off.
+    path: to the peer. ports: the listeners of the peer, [{"port", "role"}]. ssh_port: the SSH port of the
+    peer, which is tried if no listener answers. Keys of the result: route (see route_get), ports (each also
+    with the keys of `reach`), rtt_ms (see round_trip), mtu (see path_mtu), up (whether the peer answers at
+    all), and cut (the error) if a probe breaks off. rtt_ms and mtu are None if they were not measured.
     """
     with ThreadPoolExecutor(max(1, len(ports))) as pool:
         probed = list(pool.map(lambda each: {**each, **path.reach(each["port"])}, ports))

@@ -34,14 +34,15 @@ def content(low: int, high: int, before: str, fleet: str = "") -> str:
 
 
 def setting(text: str) -> str:
-    """The last range that a sysctl file sets, as LOW HIGH; empty without one."""
+    """The last range that a sysctl file sets, as LOW HIGH; "" if it sets none. text: content of the file."""
     return " ".join((SETTING.findall(text) or [()])[-1])
 
 
 def remembered(text: str) -> str:
-    """The range before the fleet's, as LOW HIGH, which the fleet's sysctl file records.
+    """The range that the host had before the fleet's, as LOW HIGH.
 
-    The kernel's default if an older release wrote the file and recorded none.
+    text: content of the fleet's sysctl file, which records that range. If an older release wrote the file and
+    recorded none, the result is the kernel's default.
     """
     return " ".join((BEFORE.findall(text) or [DEFAULT.split()])[0])
 
@@ -67,18 +68,24 @@ def sysctl_files() -> dict[str, str]:
 
 
 def usable(low: int, high: int, reserved: str) -> int:
-    """The number of ports from low to high that ip_local_reserved_ports (`8080,9000-9010`) leaves."""
+    """The number of ports from low to high that the kernel does not reserve.
+
+    reserved: the value of ip_local_reserved_ports, such as 8080,9000-9010.
+    """
     return len({*range(low, high + 1)} - {*numbers(reserved)})
 
 
 def listeners(texts: list[str], low: int, high: int) -> list[tuple[int, int]]:
-    """(port, uid) of the listeners from low to high that are not on loopback. texts: see `listening`."""
+    """(port, uid) of each listener on a port from low to high, except on loopback. uid: of its owner.
+
+    texts: the result of `tables`.
+    """
     found = {(each.port, each.uid) for each in listening(texts) if not each.loopback}
     return sorted((port, uid) for port, uid in found if low <= port <= high)
 
 
 class Change(NamedTuple):
-    """A change of this host's range of ephemeral ports. Ranges are texts LOW HIGH.
+    """A change of this host's range of ephemeral ports. Ranges are texts such as "32768 60999".
 
     text, wanted: the text of the fleet's sysctl file now and after the change, "" for no file.
     now, target: the range in force now and after the change.
@@ -93,14 +100,15 @@ class Change(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        """Whether file or range differ after the change."""
+        """Whether the change alters the file or the range in force."""
         return self.text != self.wanted or self.now != self.target
 
 
 def change_to(path: str, low: int, high: int, fleet: str = "") -> Change:
     """The change that makes this host use the range from low to high.
 
-    path: of the fleet's sysctl file. fleet: name of the fleet, for a comment in it.
+    path: of the fleet's sysctl file. fleet: name of the fleet, for a comment in the file. This function
+    changes nothing.
     """
     now, text = _present(path)
     # The fleet's file records the former range; without the file, the present range is the former one.
@@ -109,7 +117,10 @@ def change_to(path: str, low: int, high: int, fleet: str = "") -> Change:
 
 
 def change_back(path: str) -> Change:
-    """The change that restores the range before the fleet's. path: of the fleet's sysctl file."""
+    """The change that restores the range that the host had before the fleet's.
+
+    path: of the fleet's sysctl file. This function changes nothing.
+    """
     now, text = _present(path)
     ours = setting(text)
     before = remembered(text) if ours else now
@@ -123,12 +134,13 @@ def _present(path: str) -> tuple[str, str]:
 
 
 def hindrances(path: str, low: int, high: int, user: str) -> dict[str, Any]:
-    """What would hinder a run in the range from low to high, as a dict.
+    """What would hinder a run whose port range is from low to high, as a dict.
 
     path: of the fleet's sysctl file. user: the service user. Keys of the result:
     usable: number of ports of the range that are not reserved. reserved: value of ip_local_reserved_ports.
     overriding: files that set the range and are read at boot after `path`, as `FILE (LOW HIGH)`.
-    listeners: [{"port", "user"}] of the users other than `user`.
+    listeners: [{"port", "user"}] of the listeners in the range that do not belong to `user`, except on
+    loopback.
     """
     reserved = read_text(f"{PROC}/ip_local_reserved_ports")
     found = [{"port": port, "user": user_name(uid)} for port, uid in listeners(tables(), low, high)]

@@ -30,10 +30,10 @@ def may_become_root(variables: Mapping[str, Any]) -> bool:
 
 
 def parse_probe(text: str) -> dict[str, Any]:
-    """The facts in the `key=value` lines of a probe; a key without a value is left out.
+    """The facts in the `key=value` lines of a probe; a line without a value is ignored.
 
-    The keys of SEVERAL are lists of strings; all others are strings, except disks, which is
-    {path: {"free_kb", "mount", "read_only"}}.
+    The facts whose key is in SEVERAL are lists of strings. All others are strings, except the fact disks,
+    which is {path: {"free_kb", "mount", "read_only"}}.
     """
     facts: dict[str, Any] = {key: [] for key in SEVERAL} | {"disks": {}}
     for line in text.replace("\r", "").splitlines():
@@ -54,11 +54,11 @@ def parse_probe(text: str) -> dict[str, Any]:
 
 
 def facts_of(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """{host: its facts}, from the probe and the probe as root that the tasks registered.
+    """{host: its facts}, from the registered results of the probe and of the probe as root.
 
     hosts: names. hostvars: variables by host, with `__preflight_probe` and `__preflight_root`. A host that
     SSH does not reach has only the fact `unreachable`, the message of SSH. All others also have `becomes`:
-    whether plays may become root there.
+    whether plays may become root there. The fact gpu is left out unless the host has the CUDA build of torch.
     """
     found = {}
     for host in hosts:
@@ -77,8 +77,9 @@ def facts_of(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, dict[st
 def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping[str, Any]) -> list[Finding]:
     """All findings about single hosts, from the results that the role preflight registered on them.
 
-    hosts: names, the coordinator first. hostvars: variables by host. limits: free_gb (GiB), skew_s
-    (seconds), pythons and architectures (those that can be used), addresses (by host).
+    hosts: names, the coordinator first. hostvars: variables by host. limits: a dict with free_gb (GiB that
+    must be free on a disk), skew_s (seconds by which a clock may differ from the controller's), pythons and
+    architectures (those that can be used) and addresses ({host: address}).
     """
     findings = []
     for host, facts in facts_of(hosts, hostvars).items():
@@ -97,7 +98,7 @@ def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> li
     """Warnings about hosts that were in the fleet at the last setup.yml and are not in the inventory now.
 
     host, facts: the coordinator and its facts, among which is the list of the hosts at the last setup.yml.
-    addresses: of the hosts in the inventory.
+    addresses: {host: address} of the hosts in the inventory.
     """
     try:
         before = json.loads(facts.get("claim", ""))["hosts"]
@@ -196,7 +197,7 @@ def root_findings(
     """Findings about sudo and the clock of a host.
 
     variables: of the host. result: the registered result of the probe as root. facts: of the host (see the
-    top of this file). skew_s: seconds by which its clock may differ from the controller's.
+    top of this file). skew_s: seconds by which the host's clock may differ from the controller's.
     """
     if "time" not in facts or (facts.get("uid") != "0" and may_become_root(variables)):
         output = " ".join(str(result.get(key) or "") for key in ("msg", "stderr", "stdout", "module_stdout"))

@@ -56,9 +56,9 @@ def inventory_findings(
 ) -> Iterator[Finding]:
     """Findings about the groups, host names and addresses of an inventory.
 
-    An inventory needs one coordinator, lists each host once, and has an address for each that resolves.
-    addresses: {host: address}. coordinators, workers: the hosts of these groups. members: the hosts of the
-    group fleet, which must contain both groups.
+    An inventory must have one coordinator and list each host once, and each host must have its own address
+    that resolves. addresses: {host: address}. coordinators, workers: the hosts of these groups. members: the
+    hosts of the group fleet, which must contain both groups.
     """
     hosts = [*coordinators, *workers]
     if not hosts:
@@ -145,8 +145,8 @@ def reset_command(host: str, outside: bool = False) -> str:
 def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
     """How a person reaches a host by SSH as Ansible does: {"host", "ssh", "options", "target"}.
 
-    ssh: the whole command. options: the part of it with -p and ansible_ssh_common_args. target:
-    USER@ADDRESS. variables: of the host.
+    host: the name of the host. ssh: the whole command. options: its options -p and ansible_ssh_common_args.
+    target: USER@ADDRESS. variables: of the host.
     """
     address = str(variables.get("ansible_host") or host)
     user = variables.get("ansible_user") or variables.get("ansible_ssh_user")
@@ -176,9 +176,10 @@ def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -
 
 
 def holder(held: Mapping[str, Any], port: int) -> tuple[str, str]:
-    """(the process that uses a port, as text; the command that ends the process).
+    """The process that uses a port, and the command that ends the process: two texts for a message.
 
-    held: pid, user, command and unit of the process, as far as they are known.
+    held: a dict with pid, user, command and unit of the process; a value that is not known is empty or
+    missing. port: the number of the port.
     """
     pid, unit, stop = held.get("pid"), held.get("unit"), f"sudo systemctl stop {held.get('unit')}"
     if not pid:

@@ -1,8 +1,9 @@
 """Findings about the memory, disk and processor that the requested run needs on each host.
 
-Facts are those of preflight_hosts.py. Sizes are GiB, computed from the parameter count: float32 weights and
-gradients, the two AdamW moments of the tables, the Muon moment of the matrices that a rank owns, the
-activations of a micro-batch, and on the coordinator the copy from which a checkpoint is written
+Facts are those of preflight_hosts.py. Sizes are in GiB and are computed from the parameter count. The memory
+of a rank has float32 weights and gradients, the two AdamW moments of the tables (the embeddings and the
+output layer), the Muon moment of the matrices that the rank owns, and the activations of a micro-batch. A
+host that is or may become the coordinator also has the copy from which a checkpoint is written
 (trainer/checkpoint). With sync=exact and fast the moments of the tables are divided among the ranks, and an
 embedding has gradients of its active rows only (trainer/sync/row_shards.py). With sync=local each rank has
 the whole optimizer state, and besides its own parameters the outer parameters, their momentum and the error
@@ -41,8 +42,9 @@ Facts = Mapping[str, Any]
 def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> list[Finding]:
     """All findings about the requested run on all hosts; [] if no run is requested.
 
-    facts_by_host: {host: facts of its probe}, the coordinator first. options: asked (whether a run is
-    requested), config (the settings that were given for it), nproc_per_node (ranks on a host).
+    facts_by_host: {host: facts of its probe}, the coordinator first. options: a dict with asked (whether a
+    run is requested), config ({setting: value} of the settings that were given) and nproc_per_node (number of
+    ranks on a host).
     """
     if not options["asked"]:
         return []
@@ -59,9 +61,10 @@ def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
 
 
 def run_settings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> dict[str, str]:
-    """The settings of the requested run that follow from its hosts: {"elastic": "true"}, or {}.
+    """The settings of the requested run that follow from its hosts, as {setting: value}.
 
-    Arguments: as for `run_findings`. elastic is decided where it is auto and the run has several hosts.
+    Arguments: as for `run_findings`. The only such setting is elastic, which is decided ("true" or "false")
+    if its value is auto and the run has several hosts; otherwise the result is {}.
     """
     return Request(facts_by_host, options).decided if options["asked"] else {}
 
@@ -69,11 +72,12 @@ def run_settings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
 class Request:
     """The requested run, and what it needs on each host.
 
-    Arguments: as for `run_findings`. After construction: `reached` has the facts of the hosts that answered,
-    `stored` the configuration of an earlier attempt and `members` its hosts, `config` the configuration of
-    this attempt, `on_gpu` whether it computes on GPUs, `needs` {host: Need}, `decided` the settings that
-    follow from the hosts, and `too_small` {host: GiB that are missing} the hosts without memory for the
-    copies of an elastic run.
+    Arguments: as for `run_findings`. Attributes:
+    reached: {host: facts} of the hosts that answered.
+    stored, members: the configuration and the hosts of an earlier attempt; empty if there was none.
+    config: the configuration of this attempt. on_gpu: whether the ranks compute on GPUs. needs: {host: Need}.
+    decided: the settings that follow from the hosts.
+    too_small: {host: GiB that are missing} of the hosts without memory for the copies of an elastic run.
     """
 
     def __init__(self, facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> None:
@@ -120,9 +124,9 @@ class Request:
             self.needs = needs
 
     def joining(self) -> dict[str, Need]:
-        """{host: Need} of the hosts that are to join the elastic run, which trains on the others.
+        """{host: Need} of the hosts that are to join an elastic run, which already trains on the other hosts.
 
-        Only hosts that were part of it at its start may become its coordinator (trainer/elastic).
+        Only hosts that were part of the run at its start may become its coordinator (trainer/elastic).
         """
         hosts = [host for host, facts in self.reached.items() if not facts["active"]]
         if not self.stored or not self.config.is_elastic or len(hosts) == len(self.reached):
@@ -135,7 +139,7 @@ class Request:
         }
 
     def fits(self, host: str, need: Need) -> bool:
-        """Whether a host has the memory in `need`, or its memory is not known."""
+        """Whether a host has the memory in `need`; also True if the memory of the host is not known."""
         memory = memory_of(self.reached[host])
         return not memory or need.memory_gb <= memory
 
@@ -171,12 +175,13 @@ def _run_file(facts: Facts) -> dict[str, Any]:
 class Need:
     """The memory and disk, in GiB, that the ranks of a run need on one host.
 
-    values: {setting: value} of the run. vocabulary: tokens of its tokenizer.
-    ranks: on this host. world_size: all ranks. coordinates: whether the host is the coordinator.
-    on_gpu: whether the ranks compute on GPUs.
-    After construction: `parts` is {purpose: GiB of one rank}, `once` {purpose: GiB of the host besides},
-    `copy_gb` the part of `once` for the copy of a checkpoint, `checkpoint_gb` the size of a checkpoint, and
-    `own_gb` that of rank 0's own file beside it.
+    values: {setting: value} of the run. vocabulary: the number of tokens of its tokenizer. ranks: the number
+    of ranks on this host. world_size: the number of all ranks. coordinates: whether the host is the
+    coordinator. on_gpu: whether the ranks compute on GPUs. Attributes:
+    parts: {purpose: GiB of one rank}. once: {purpose: GiB of the host} besides the ranks.
+    copy_gb: the part of `once` for the copy from which a checkpoint is written.
+    checkpoint_gb: the size of a checkpoint. own_gb: the size of the file of rank 0's own state beside a
+    checkpoint.
     """
 
     def __init__(
@@ -249,7 +254,7 @@ class Need:
         return self.ranks * sum(self.parts.values()) + sum(self.once.values())
 
     def with_(self, **values: Any) -> Need:
-        """The need of the same run with other `values`, {setting: value}."""
+        """The need of the same run after a change of some settings. values: {setting: new value}."""
         return Need({**self.values, **values}, *self._others)
 
     def described(self) -> str:
@@ -327,8 +332,8 @@ def memory_of(facts: Facts) -> float:
 def limited_gb(limit: str, total_gb: float) -> float:
     """The memory in GiB that a unit may use.
 
-    limit: the value of systemd's MemoryMax=, such as 8G or 50%; "" for no limit. total_gb: the memory of
-    the host.
+    limit: the value of systemd's MemoryMax=, such as 8G or 50%; "" for no limit. total_gb: the memory of the
+    host in GiB.
     """
     match = re.fullmatch(r"(\d+)([KMGT%])", limit)
     if not match:

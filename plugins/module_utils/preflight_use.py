@@ -27,8 +27,8 @@ Facts = Mapping[str, Any]
 def use_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> list[Finding]:
     """All findings about the use of the hosts: ports in use, load, sleep, battery, unit files.
 
-    facts_by_host: {host: facts of its probe}. options: holds_sleep, whether a run keeps its hosts awake
-    while it computes.
+    facts_by_host: {host: facts of its probe}. options: a dict with holds_sleep (whether a run keeps its hosts
+    awake while it computes).
     """
     findings: list[Finding] = []
     for host, facts in facts_by_host.items():
@@ -42,7 +42,7 @@ def use_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
 
 
 def other_port(name: str) -> str:
-    """How to use another port, as the end of a fix. name: store or tracker."""
+    """The end of a fix: how to use another port for a server. name: store or tracker."""
     return (
         f"use another port: write {name}_port: PORT into group_vars/fleet.yml of the inventory, then: "
         "ansible-playbook setup.yml"

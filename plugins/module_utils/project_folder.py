@@ -36,18 +36,19 @@ def checkout_of(path: str) -> Path | None:
 def project_folder(path: str) -> str:
     """The checkout that contains a playbook or role.
 
-    For an installed collection: the directory in which the command is typed.
+    path: of the playbook or role. If it is in an installed collection, the result is the directory in which
+    the command is typed.
     """
     return str(checkout_of(path) or os.environ.get("PWD") or os.getcwd())
 
 
 def cache_folder(path: str) -> tuple[str, bool]:
-    """(the folder for files that can be made again, whether it survives the cleaning of temporary files).
+    """The folder for files that can be made again. Returns (folder, whether it is permanent).
 
-    path: of a playbook or role. The folder is the checkout; for an installed collection
-    $XDG_CACHE_HOME/nanofleet or ~/.cache/nanofleet. If that cannot be written (a container without a home),
-    it is a temporary folder of this user. Raises PermissionError if the temporary folder belongs to another
-    user.
+    path: of a playbook or role. The folder is the checkout; for an installed collection it is
+    $XDG_CACHE_HOME/nanofleet or ~/.cache/nanofleet. If this folder cannot be written (a container without a
+    home), the result is a temporary folder of this user, which is not permanent. Raises PermissionError if
+    the temporary folder belongs to another user, or other users may write to it.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = checkout_of(path) or Path(cache) / "nanofleet"
@@ -66,11 +67,11 @@ def cache_folder(path: str) -> tuple[str, bool]:
 
 
 def fleet_id(inventory_file: Any) -> str:
-    """The default name of a fleet: that of its inventory file, without extension, or of a folder above it.
+    """The default name of a fleet: the name of its inventory file, or of a folder above that file.
 
-    Names that many inventories have, such as hosts or inventory (USUAL), are skipped.
-    inventory/home/hosts.yml and inventory/home.yml both give `home`. If every name is skipped, the fleet is
-    called `fleet`.
+    The name of the file is used without extension. Names that many inventories have, such as hosts or
+    inventory (USUAL), are skipped. inventory/home/hosts.yml and inventory/home.yml both give `home`. If every
+    name is skipped, the fleet is called `fleet`.
     """
     path = Path(str(inventory_file or ""))
     stem = path.name.split(".")[0] if path.suffix else path.name

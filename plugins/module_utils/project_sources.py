@@ -11,9 +11,11 @@ from pathlib import Path
 
 
 def sources_digest(source: Path) -> str:
-    """sha256 over the build tool, the files in the folder `source`, and those of the packages in the wheel.
+    """The sha256 of all that the project's wheel is built from, as hex digits.
 
-    Two equal digests mean equal wheels, because the wheel is built with fixed times.
+    source: the folder of the project. Included are the versions of Python and hatchling, the files in the
+    folder itself, and the files of the packages in the wheel. Two equal digests mean equal wheels, because
+    the wheel is built with fixed times.
     """
     digest = hashlib.sha256(f"{sys.version}\n{_hatchling()}\n".encode())
     for path in sorted(_files(source)):

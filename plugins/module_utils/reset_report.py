@@ -14,8 +14,8 @@ CONFIRM = "repeat the command with -e reset_confirm=true"
 def published(variables: Mapping[str, Any], what: str) -> list[str]:
     """The lines that the roles published on a host about their removal, each once.
 
-    variables: of the host. what: removed, kept or left: the lines are in the variables that end in it, such
-    as network_removed.
+    variables: of the host. what: removed, kept or left. The lines are in variables such as network_removed,
+    one for each role.
     """
     return list(dict.fromkeys(line for role in ROLES for line in variables.get(f"{role}_{what}") or []))
 
@@ -30,10 +30,10 @@ def report(
 ) -> list[str]:
     """The lines that reset.yml shows.
 
-    hosts: names of the hosts to reset. hostvars: variables by host. done: whether anything was removed, or
-    only listed. on_controller: folders that stay on the controller. force: whether active runs are ended
-    instead of a refusal. fleet: all hosts of the fleet; if it has others than `hosts`, then `hosts` are
-    released from it.
+    hosts: names of the hosts to reset. hostvars: variables by host. done: True after the removal; False if
+    the things to remove were only listed. on_controller: folders that stay on the controller. force: whether
+    the reset ends active runs; otherwise active runs are a reason to refuse the reset. fleet: all hosts of
+    the fleet; if it contains more than `hosts`, then `hosts` are released from the fleet.
     """
     removed, kept, left = (
         {host: published(hostvars[host], what) for host in hosts} for what in ("removed", "kept", "left")

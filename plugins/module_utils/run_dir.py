@@ -44,7 +44,10 @@ def names_in(folder: str) -> list[str]:
 
 
 def json_lines(path: str) -> list[dict[str, Any]]:
-    """The JSON objects at the end of a file with one per line, in its order; other lines are ignored."""
+    """The JSON objects at the end of a file that has one per line, in the order of the file.
+
+    Lines that are no JSON object are ignored.
+    """
     found = []
     for line in tail(path):
         with contextlib.suppress(ValueError):
@@ -57,8 +60,9 @@ def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
     """The run status of each rank on this host, from the files heartbeat-RANK.json, in rank order.
 
     run_dir: the directory of the run. now: Unix time. unit: the state of the run's unit (see read_unit). A
-    run status has the fields of RunStatusRecord.heartbeat, and over (the rank has ended), process (the state
-    of its process), before (it is of an earlier attempt) and age (seconds since it was written).
+    run status has the fields of RunStatusRecord.heartbeat, and over (whether the rank has ended), process
+    (the state of the rank's process), before (whether the run status is of an earlier attempt) and age
+    (seconds since the run status was written).
     """
     found = []
     # The next attempt removes the outcomes when it begins.
@@ -82,9 +86,10 @@ def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
 
 
 def newest_checkpoint(run_dir: str) -> tuple[str | None, float | None]:
-    """(path of the newest complete checkpoint below `run_dir`, its Unix time); (None, None) without one.
+    """The newest complete checkpoint of a run: (its path below `run_dir`, Unix time at which it was written).
 
-    A complete checkpoint has meta.json, which is written last.
+    The result is (None, None) if there is no complete checkpoint. A complete checkpoint has meta.json, which
+    is written last.
     """
     folder = os.path.join(run_dir, "checkpoints")
     for name in reversed(names_in(folder)):
@@ -111,9 +116,9 @@ def rebooted_since(
 
 
 def links(run_dir: str) -> dict[str, str]:
-    """{path: target} of the symbolic links in a run directory.
+    """{path: target} of the symbolic links in a run directory, except links with the name of a leftover file.
 
-    A run must not start with them, because it would overwrite their targets.
+    A run must not start while there are such links, because the run would overwrite their targets.
     """
     found = {}
     for path in (os.path.join(run_dir, name) for name in names_in(run_dir) if not LEFTOVER.fullmatch(name)):
@@ -124,11 +129,11 @@ def links(run_dir: str) -> dict[str, str]:
 
 
 def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
-    """The runs of this host, the last written first; at most 20. [] for a user who may not read them.
+    """The runs of this host as dicts, the last written first; at most 20. [] if this user may not read them.
 
     runs_dir: the folder of the run directories. active: names of the active units of runs. Keys of a run:
     run_id, time (Unix time of the last write), active, hosts and config (of run.json), and outcome, reason,
-    settled, step, num_iterations and tok_per_s (of outcome.json, None without one).
+    settled, step, num_iterations and tok_per_s (of outcome.json; None if that file is missing).
     """
     found = []
     for name in filter(RUN_ID.fullmatch, names_in(runs_dir)):
@@ -162,8 +167,8 @@ def read_run(run_dir: str, unit: Unit, now: float, log_lines: int) -> dict[str, 
     """The part of the result of the module run_state that is read from a run directory, as a dict.
 
     unit: the state of the run's unit (see read_unit). now: Unix time. log_lines: the most lines of an error
-    in the log. For the keys see plugins/modules/run_state.yml, from `found` on. Without run.json, `found` is
-    False and the other values are empty.
+    in the log. The keys are described in plugins/modules/run_state.yml. Without run.json, `found` is False
+    and the other values are empty.
     """
     found = os.path.exists(os.path.join(run_dir, "run.json"))
     run_dir = run_dir if found else os.devnull

@@ -39,7 +39,7 @@ def make(params: Mapping[str, Any], check: bool) -> dict[str, Any]:
     """Make the run directory and its files. Returns {"changed", "changed_files" (names), "diff"}.
 
     params: options of the module run_directory: path, files ({name: text}), remove (names) and replace.
-    check: change nothing. Raises ValueError for a run directory that is a link.
+    check: change nothing. Raises ValueError if the run directory or the folder above it is a link.
     """
     run_dir = params["path"]
     changed = [prepare_folder(path, check) for path in (os.path.dirname(run_dir), run_dir)]

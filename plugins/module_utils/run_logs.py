@@ -1,4 +1,4 @@
-"""The text of logs.yml and fetch.yml: the lines of all hosts by time, with the first error above.
+"""The text of logs.yml and fetch.yml: the lines of all hosts by time, with the first error above them.
 
 The lines come from the module run_log. The action plugin follow_log uses this file too.
 """
@@ -19,8 +19,8 @@ LINES_AT_MOST = 50_000
 def rendered(host: str, line: Line, dated: bool = False) -> str:
     """One line of the merged log: time, host:rank, text.
 
-    host: that of the line. line: {"time", "rank", "text"} of the module run_log. dated: whether the time
-    includes the date.
+    host: the host that wrote the line. line: {"time", "rank", "text"} of the module run_log. dated: whether
+    the time includes the date.
     """
     moment = line.get("time")
     form = "%Y-%m-%d %H:%M:%S" if dated else "%H:%M:%S"
@@ -37,8 +37,8 @@ def merged_logs(
 ) -> str:
     """The text of logs.yml: the newest lines of all hosts by time, with the outcome of the run at the end.
 
-    by_host: {host: result of run_log}, in rank order. run_id: name of the run. newest: number of lines.
-    states: {host: result of run_state}; None if it was not read.
+    by_host: {host: result of run_log}, in rank order. run_id: name of the run. newest: the most lines to
+    show. states: {host: result of run_state}; None if the states were not read.
     """
     read = {host: result for host, result in by_host.items() if "lines" in result}
     lines = sorted(_timed(read), key=lambda entry: entry[0])[-newest:]

@@ -57,16 +57,18 @@ def plan_run(
 ) -> dict[str, Any]:
     """The decision of train.yml about the requested run, as a dict.
 
-    given: {setting: value} of the settings that were set. run_id: requested name, "" for the default.
-    states: results of run_state of `hosts`, in rank order. manifest_sha256: of the data's manifest.
-    shares: auto, equal or rows by rank, "" for those of an earlier attempt. nproc_per_node: ranks on a host.
-    Keys of the result:
+    given: {setting: value} of the settings that were set. run_id: requested name, "" for the default. states:
+    results of run_state of `hosts`, in rank order. manifest_sha256: of the data's manifest. shares: the
+    requested batch split: auto, equal or the rows of each rank; "" for that of an earlier attempt.
+    nproc_per_node: number of ranks on a host. Keys of the result:
     run_id: name of the run. file: content of run.json; None if the run is refused.
-    action: start, resume, join (hosts join an elastic run), none or refuse. message: about it.
-    ends: {host: units that cannot continue and are ended first}. saves: whether the run saves before that.
-    joins: hosts that join an elastic run; of these, hosts that are not in the run file are added to it, as
-    added_hosts of their own run.json. elastic: whether hosts may leave and join while it trains.
-    failover: whether its hosts elect another coordinator.
+    action: start, resume, join (hosts join an elastic run), none or refuse. message: about the action.
+    ends: {host: units that cannot continue and are ended first}.
+    saves: whether the run saves a checkpoint before its units are ended.
+    joins: hosts that join an elastic run. Those that are not in its run file yet are in added_hosts of
+    `file`.
+    elastic: whether hosts may leave and join while the run trains.
+    failover: whether the hosts of the run elect another coordinator if the coordinator is lost.
     """
     name = run_id
     try:
@@ -119,14 +121,17 @@ def plan_run(
 
 
 def is_elastic(file: Mapping[str, Any] | None) -> bool:
-    """Whether a run continues without some of its hosts. file: content of its run.json; None for no run."""
+    """Whether a run is elastic: it continues without some of its hosts.
+
+    file: content of its run.json; None for no run.
+    """
     return str(((file or {}).get("config") or {}).get("elastic", "")).lower() == "true"
 
 
 def has_failover(file: Mapping[str, Any] | None, nproc_per_node: int) -> bool:
-    """Whether the hosts of a run elect another coordinator when theirs is lost.
+    """Whether the hosts of a run elect another coordinator when the coordinator is lost.
 
-    file: content of its run.json; None for no run. nproc_per_node: ranks on a host.
+    file: content of its run.json; None for no run. nproc_per_node: number of ranks on a host.
     """
     if not file:
         return False
@@ -348,10 +353,11 @@ def _finished_message(run_id: str, outcome: Mapping[str, Any]) -> str:
 
 
 def other_holder(own: Mapping[str, State], unit: str, ends: Ends) -> str:
-    """Why the hosts cannot take the run: another run is active, or the store's port is in use; else "".
+    """Why the hosts cannot take a run, as a message; "" if they can.
 
-    own: host -> result of run_state, the coordinator first. unit: the name of the run's unit. ends: {host:
-    units that are ended before the run starts}.
+    The reason is another run that is active on a host, or another process that uses the port of the
+    rendezvous store. own: host -> result of run_state, the coordinator first. unit: the name of the run's
+    unit. ends: {host: units that are ended before the run starts}.
     """
     for host, state in own.items():
         for other in state.get("active_units", []):
@@ -388,8 +394,8 @@ def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State], copies: int = 
     """A sentence if the run resumes from the checkpoint of another host than the coordinator, else "".
 
     run_id: name of the run. own: {host: result of run_state}, the coordinator first. copies: the setting
-    checkpoint_copies. Raises RefusedError if only other hosts have checkpoints of the run, and with copies=1
-    none is sent.
+    checkpoint_copies. Raises RefusedError if the coordinator has no checkpoint, another host has one, and
+    `copies` is 1, so that no host sends a checkpoint.
     """
     first = next(iter(own))
     if copies > 1:

@@ -83,10 +83,10 @@ def sha256_of(path: str) -> str:
 
 
 def await_state(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the state of a run until an event, or for some time; returns the last state (see `read_state`).
+    """Read the state of a run repeatedly until an event; returns the last state (see `read_state`).
 
-    params: options of the module run_state. Its option `wait_for` is the event, `wait_seconds` the longest
-    time. The function also returns when the attempt is over.
+    params: options of the module run_state. Its option `wait_for` is the event (none: the state is read
+    once), and `wait_seconds` is the longest time to wait. The function also returns when the attempt is over.
     """
     began = time.monotonic()
     while True:

@@ -52,14 +52,14 @@ def table(
 def screen(lines: Sequence[str]) -> str:
     """Lines as one text that Ansible's YAML output prints unchanged.
 
-    It has no tabs, trailing blanks, emoji or control characters.
+    The text has no tabs, trailing blanks, emoji or control characters.
     """
     kept = ("".join(c for c in line.expandtabs() if c.isprintable() and c < "\ufe00") for line in lines)
     return "\n".join(line.rstrip() for line in kept).rstrip()
 
 
 def unit_word(state: State) -> str:
-    """The state of a run's unit on a host in one or two words: active, failed (RESULT) and others.
+    """The state of a run's unit on a host in one or two words, such as active or failed (RESULT).
 
     state: the result of run_state.
     """
@@ -127,9 +127,9 @@ def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
 
 
 def errors_of(states: Mapping[str, State]) -> list[str]:
-    """The first error in the log of each host, as lines; left out if the outcome has the same text.
+    """The first error in the log of each host, as lines.
 
-    states: host -> result of run_state.
+    An error is left out if the outcome of the host has the same text. states: host -> result of run_state.
     """
     lines: list[str] = []
     for host, state in answered(states).items():
@@ -156,7 +156,8 @@ def _last_phase(state: State) -> str:
 def failure(states: Mapping[str, State], run_id: str) -> str:
     """The message for a failed start: first error of each host, the cause with host names, what to type.
 
-    Hosts come in the order in which their units ended: the first one is the most likely cause.
+    states: host -> result of run_state. run_id: name of the run. Hosts come in the order in which their units
+    ended: the first one is the most likely cause.
     """
     reached = answered(states)
     ended_at = {host: (is_over(s) and s["unit"].get("since")) or math.inf for host, s in reached.items()}
@@ -191,7 +192,7 @@ def failure(states: Mapping[str, State], run_id: str) -> str:
 def evaluation_failure(states: Mapping[str, State]) -> str:
     """Why an evaluation has not finished: the outcomes of the hosts, and the first error of each log.
 
-    The reason of several hosts is named once. states: host -> result of run_state in rank order.
+    A reason that several hosts report is shown once. states: host -> result of run_state in rank order.
     """
     reached = answered(states)
     lost = [f"{host} did not answer." for host in states if host not in reached]
@@ -228,9 +229,9 @@ def started(states: Mapping[str, State], run_id: str) -> str:
 
 
 def idle(states: Mapping[str, State], run_id: str) -> str:
-    """The message that no run is active on the hosts that answered; or that the run `run_id` is not.
+    """The message that a run is not active on the hosts that answered.
 
-    states: host -> result of run_state.
+    states: host -> result of run_state. run_id: name of the run; "" for the message that no run is active.
     """
     reached = answered(states)
     if not reached:
@@ -243,7 +244,7 @@ def idle(states: Mapping[str, State], run_id: str) -> str:
 
 
 def stop_expected(states: Mapping[str, State], run_id: str) -> str:
-    """How long a stop that saves will take, or that nothing is active; shown before the stop begins.
+    """The message that is shown before a run is stopped: how long the stop takes, or that no run is active.
 
     states: {host: result of run_state}. run_id: name of the run.
     """
@@ -273,7 +274,7 @@ def stopped(
     """The report of stop.yml.
 
     states: {host: result of run_state}. run_id: name of the run. ended: {host: processes that were in the
-    unit when it was stopped}. at_once: {host: run that was ended without saving}.
+    unit when it was stopped}. at_once: {host: name of a run that was ended there without saving}.
     """
     reached = answered(states)
     target = transferred_to(reached)

@@ -60,8 +60,8 @@ def hosts_and_facts(
 ) -> list[str]:
     """The status screen without its title: a row for each rank, diagnosis, speed, progress, outcome.
 
-    states: host -> result of run_state, in rank order. tracker_uri: address of the MLflow page, "" for
-    none. errors: whether the errors in the logs are included.
+    states: host -> result of run_state, in rank order. run_id: the requested run, "" for none. tracker_uri:
+    address of the MLflow page, "" for none. errors: whether the errors in the logs are included.
     """
     reached = facts.answered(states)
     missing = [host for host in states if host not in reached]
@@ -96,9 +96,10 @@ def hosts_and_facts(
 
 
 def without_directory(states: Mapping[str, State]) -> list[str]:
-    """The hosts without a directory of the run although the run is active on them or on other hosts.
+    """The hosts that belong to the run but do not have its directory.
 
-    states: host -> result of run_state.
+    A host belongs to the run if the run is active on other hosts and their run file names it, or if its unit
+    is active or failed. states: host -> result of run_state.
     """
     reached = facts.answered(states)
     active = [state for state in reached.values() if state["found"] and not state["ended"]]
@@ -127,7 +128,7 @@ def no_such_run(reached: Mapping[str, State], run_id: str) -> str:
 def host_rows(
     host: str, state: State, run_id: str, target: str = "", is_deleted: bool = False
 ) -> list[list[str]]:
-    """The rows of one host in the table of status.yml: one per rank, or one that shows why there is none.
+    """The rows of one host in the table of status.yml: one per rank, or one that shows why no rank is there.
 
     host: its name. state: the result of run_state there. run_id: name of the run. target: the host to which
     the run was transferred, or "". is_deleted: whether the directory of the run is missing.
@@ -171,7 +172,7 @@ def _cells(status: RunStatus, state: State) -> list[str]:
 def is_running(status: RunStatus, state: State) -> bool:
     """Whether a run status belongs to the present attempt and its rank has not ended.
 
-    status: of a rank (see run_dir.heartbeats). state: the result of run_state on its host.
+    status: the run status of a rank (see run_dir.heartbeats). state: the result of run_state on its host.
     """
     return not (status.get("before") or status.get("over") or facts.is_over(state))
 
@@ -188,7 +189,7 @@ def is_starting(state: State) -> bool:
 def is_frozen(status: RunStatus, state: State) -> bool:
     """Whether a rank of the present attempt has published nothing for FROZEN_SECONDS.
 
-    status: of the rank (see run_dir.heartbeats). state: the result of run_state on its host.
+    status: the run status of the rank (see run_dir.heartbeats). state: the result of run_state on its host.
     """
     # Trainers that publish only at steps do not report when they entered a phase.
     publishes = status.get("entered") is not None and state["unit"].get("sub_state", "running") == "running"
@@ -197,9 +198,10 @@ def is_frozen(status: RunStatus, state: State) -> bool:
 
 
 def slow_phase_seconds(status: RunStatus) -> float | None:
-    """Seconds that a rank has spent in one phase of a step, if too long (SLOW_PHASE_SECONDS); else None.
+    """The seconds that a rank has spent in its present phase of a step, if they exceed a limit; else None.
 
-    status: of the rank (see run_dir.heartbeats).
+    The limit is SLOW_PHASE_SECONDS, or three steps if these take longer. status: the run status of the rank
+    (see run_dir.heartbeats).
     """
     if None in (status.get("entered"), status.get("time")) or status.get("phase") not in STEP_PHASES:
         return None
@@ -223,9 +225,9 @@ def is_training(found: Mapping[str, State]) -> bool:
 
 
 def rebooted(found: Mapping[str, State]) -> dict[str, float]:
-    """{host: Unix time of its boot} of hosts whose boot ended the unit of a run that nobody has stopped.
+    """{host: Unix time of its boot} of the hosts whose boot ended the unit of the run.
 
-    found: {host: result of run_state}.
+    The result is {} if the run was stopped or has ended for good. found: {host: result of run_state}.
     """
     if any((state["outcome"] or {}).get("settled") for state in found.values()):
         return {}
@@ -233,7 +235,7 @@ def rebooted(found: Mapping[str, State]) -> dict[str, float]:
 
 
 def returning(found: Mapping[str, State]) -> list[str]:
-    """The hosts that rebooted during the run and now start their ranks again without a command.
+    """The hosts that rebooted during the run and now restart their ranks by themselves, without a command.
 
     found: host -> result of run_state.
     """
@@ -247,7 +249,7 @@ def returning(found: Mapping[str, State]) -> list[str]:
 def reboots(found: Mapping[str, State], run_id: str) -> list[str]:
     """A line for each host whose reboot ended the run's unit, with the command that restarts the run there.
 
-    found: host -> result of run_state.
+    found: host -> result of run_state. run_id: name of the run.
     """
     automatic = returning(found)
     return [

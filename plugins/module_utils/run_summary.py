@@ -18,11 +18,11 @@ def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
     """The facts about a run that conditions of tasks use, as a dict.
 
     states: {host: result of run_state, or of a task that failed}. run_id: the requested run, "" for none.
-    Keys:
-    run_id: name of the run. known, active: whether a host has it, and whether it is active on one.
-    at_boot: whether a host restarts it when it boots. lost: hosts that did not answer.
+    Keys of the result:
+    run_id: name of the run. known: whether a host has the run. active: whether the run is active on a host.
+    at_boot: whether a host restarts the run when the host boots. lost: hosts that did not answer.
     several: a message if several runs are active, else "". can_save: see `can_save`. not_met: see `not_met`.
-    transfer: result of `transferred`. coordinator: the host that saves.
+    transfer: result of `transferred`. coordinator: the host of rank 0, which saves checkpoints.
     speaker: the host from whose log the steps are shown.
     """
     reached = answered(states)
@@ -44,7 +44,7 @@ def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
 def unreachable(state: State | None) -> bool:
     """Whether a host did not answer when its state was read.
 
-    state: the result of run_state; None without one.
+    state: the result of run_state; None if there is no result.
     """
     return not state or bool(state.get("unreachable")) or "unit" not in state
 
@@ -58,7 +58,7 @@ def answered(states: Mapping[str, State]) -> dict[str, State]:
 
 
 def is_over(state: State) -> bool:
-    """Whether the attempt has ended on a host, also if its unit is about to start the next one.
+    """Whether the attempt has ended on a host, also if its unit is about to start the next attempt.
 
     state: the result of run_state.
     """
@@ -66,9 +66,10 @@ def is_over(state: State) -> bool:
 
 
 def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
-    """The run status that rank 0 published, else that of any rank, else {}.
+    """The newest run status of rank 0, else the newest run status of any rank, else {}.
 
-    states: host -> result of run_state. Of several, as after an election of another coordinator, the newest.
+    states: host -> result of run_state. Several hosts can have a run status of rank 0, if another coordinator
+    was elected.
     """
     known = [status for state in answered(states).values() for status in state["heartbeats"]]
     newest_first = sorted(known, key=lambda status: -float(status.get("time") or 0.0))
@@ -76,10 +77,12 @@ def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
 
 
 def coordinator(states: Mapping[str, State], hosts: Sequence[str] = ()) -> str:
-    """The host of rank 0: the one that published it last, else the first host of the run file; "" if unknown.
+    """The host of rank 0; "" if it is not known.
 
-    states: {host: result of run_state}. hosts: those of the run in rank order, if they are known. The hosts
-    of an elastic run may have elected another one than the first.
+    It is the host with the newest run status of rank 0, because the hosts of an elastic run may have elected
+    another coordinator. If no host has one, it is the first of `hosts`, else the first host of the run file.
+    states: {host: result of run_state}. hosts: the hosts of the run in rank order, if they are known; no
+    other host then counts.
     """
     found = answered(states)
     published = [
@@ -97,7 +100,8 @@ def coordinator(states: Mapping[str, State], hosts: Sequence[str] = ()) -> str:
 def added_hosts(states: Iterable[State]) -> list[str]:
     """The hosts that were added to an active run, in the order of their ranks.
 
-    states: results of run_state; each added host knows those that were added before it.
+    states: results of run_state. The run file of each added host also lists the hosts that were added
+    earlier.
     """
     known = [list((state.get("run_file") or {}).get(ADDED) or []) for state in states]
     return max(known, key=len, default=[])
@@ -144,10 +148,12 @@ def active_runs(states: Mapping[str, State]) -> dict[str, list[str]]:
 
 
 def new_hosts(states: Mapping[str, State]) -> dict[str, Any]:
-    """The elastic run that is active, and the hosts that know nothing of it, as after their setup.
+    """The active elastic run, and the hosts that do not have this run, such as hosts that were just set up.
 
-    states: {host: result of run_state}. Keys of the result: run_id, "" if there is not exactly one such run;
-    hosts, empty if all know it. A host that has left the run knows it.
+    states: {host: result of run_state}. Keys of the result:
+    run_id: name of the run; "" unless exactly one run is active and it is elastic.
+    hosts: the hosts that answered and do not have the run; [] if run_id is "". A host that has left the run
+    still has it.
     """
     active, reached = active_runs(states), answered(states)
     run_id, on = next(iter(active.items()), ("", []))
@@ -196,7 +202,7 @@ def not_met(states: Mapping[str, State]) -> bool:
 
 
 def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The decision of the ranks to continue the run on one faster host; {} if they made none.
+    """The decision of the ranks to continue the run on one faster host; {} if there is no such decision.
 
     states: host -> result of run_state. The result has host, seconds (predicted step time on that host),
     together (predicted step time on all ranks) and `said` (the table of predictions).

@@ -18,9 +18,10 @@ SETUP = "ansible-playbook setup.yml  (for all hosts)"
 def runtime_kind(host: Mapping[str, Any], torch: str, index: str) -> dict[str, str]:
     """The kind of a host, which decides on its wheels: {"name", "python", "machine", "torch"}.
 
-    host: its python (such as 3.11) and machine (such as x86_64). torch: cpu or another build. index: the
-    URL from which torch comes. The name is such as 3.11-x86_64 or 3.11-x86_64-cuda; of `index` it has only
-    the last part of the path, because the rest may contain a password.
+    host: a dict with python (such as 3.11) and machine (such as x86_64). torch: the build of torch: cpu or
+    another. index: the URL from which torch comes. The name is PYTHON-MACHINE, such as 3.11-x86_64. Another
+    build than cpu adds the last part of the path of `index` (3.11-x86_64-cu130), or the value of `torch` if
+    the path is empty. The name has no other part of `index`, because it may contain a password.
     """
     name = f"{host['python']}-{host['machine']}"
     if torch != "cpu":
@@ -81,7 +82,7 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
 
 
 def runtime_summary(hosts: list[str], hostvars: Mapping[str, Any]) -> str:
-    """A sentence about what all hosts have in common, and the digest of the installed files of each kind.
+    """What all hosts have in common, and the digest of the installed files of each kind of host, as text.
 
     hosts: names. hostvars: variables by host, with the registered results of locked_venv.
     """
@@ -118,10 +119,10 @@ def not_set_up(environments: Mapping[str, Any], manifests: Mapping[str, str]) ->
 
 
 def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
-    """A message about differences between what the hosts have installed; "" if there are none.
+    """A message if what is installed differs between the hosts, or from this checkout; "" if it does not.
 
-    installed: {host: {"torch", "trainer", "environment", ...}} as installed_environment read it. digest: of
-    the folder trainer/ in this checkout.
+    installed: {host: {"torch", "trainer", "environment", ...}} as installed_environment read it. digest: the
+    digest of the folder trainer/ in this checkout.
     """
     differences = []
     for field in dict.fromkeys(name for facts in installed.values() for name in facts):
@@ -146,11 +147,11 @@ def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
 
 
 def by_kind(installed: Mapping[str, Mapping[str, str]], field: str) -> list[dict[str, str]]:
-    """The values of one field by host, in groups of hosts that must not differ in it.
+    """The values of one field as [{host: value}]: a dict for each group of hosts that must have equal values.
 
-    installed: as for `skew`. field: such as torch or environment. Hosts with another Python, machine or
-    build of torch have another environment, so they are in another group for it; the build is not part of
-    torch's version: 2.13.0+cpu trains with 2.13.0+cu130.
+    installed: as for `skew`. field: a key in it, such as torch or environment. For environment, hosts with
+    the same Python, machine and build of torch are a group; for any other field all hosts are one group. The
+    build is no part of torch's version here: 2.13.0+cpu trains with 2.13.0+cu130.
     """
     kinds: dict[tuple[str, ...], dict[str, str]] = {}
     for host, facts in installed.items():

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The secret of the fleet, a file on each host, which elastic runs sign with. Standard library only."""
+"""The secret of the fleet: a file on each host, with which elastic runs sign their messages.
+
+The messages are those about members and elections. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,18 @@ def digest(path: str) -> str:
 
 
 def wanted_access(group: str) -> tuple[str, str]:
-    """(group, mode) that the file has to have. group: that of the service user; "": the user's own file."""
+    """(group, mode) that the file of the secret must have.
+
+    group: the group of the service user; "" for a file that only its owner may read.
+    """
     return (group, "0640") if group else ("", "0600")
 
 
 def access(path: str, with_group: bool) -> tuple[str, str]:
-    """(group, mode) of the file, ("", "") if it is missing or a link. Without with_group the group is ""."""
+    """(group, mode) of the file; ("", "") if it is missing, no regular file, or owned by another user.
+
+    with_group: whether the group is read; if not, it is "".
+    """
     try:
         status = os.lstat(path)
     except OSError:
@@ -44,14 +53,20 @@ def access(path: str, with_group: bool) -> tuple[str, str]:
 
 
 def differences(path: str, group: str) -> list[str]:
-    """A phrase if the file is missing, or others may read it. The phrase does not have the secret."""
+    """[a phrase] if the file has no secret, or another group or mode than it must have; else [].
+
+    group: as for `wanted_access`. The phrase does not contain the secret.
+    """
     if not read_secret(path) or access(path, bool(group)) != wanted_access(group):
         return ["its secret of the fleet is missing, or another group or mode may read it"]
     return []
 
 
 def phrases(digests: dict[str, Any], coordinator: str) -> list[str]:
-    """A phrase for each host whose secret is not that of the coordinator. digests: by host."""
+    """A phrase for each host whose secret is not that of the coordinator.
+
+    digests: {host: digest of its secret}. coordinator: the name of that host.
+    """
     same = digests[coordinator]
     return [
         f"{host}: its secret is not the coordinator's" for host, found in digests.items() if found != same

@@ -22,7 +22,7 @@ def account(user: str) -> pwd.struct_passwd | None:
 
 
 def user_name(uid: int) -> str:
-    """The name of a user; the number as text if it has no name."""
+    """The name of the user with this uid; the uid as text if there is no such user."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -48,14 +48,14 @@ def _of_roles(file: str) -> list[dict[str, Any]]:
 def declared() -> dict[str, Spec]:
     """{name: spec} of the settings that belong to no role.
 
-    A spec is as in argument_specs.yml: type, default, choices, ...
+    A spec has the keys of an option in argument_specs.yml: type, default, choices, ...
     """
     specs = dict(_read("roles/preflight/vars/declared_settings.yml")["preflight_declared_settings"])
     return specs | {"preset": {**specs["preset"], "choices": list(PRESETS)}}
 
 
 def wired() -> set[str]:
-    """The names that playbooks/group_vars/all.yml computes."""
+    """The names of the variables that playbooks/group_vars/all.yml computes."""
     return {*_read("playbooks/group_vars/all.yml")}
 
 
@@ -73,10 +73,10 @@ def role_names() -> dict[str, Spec]:
 
 
 def known_names() -> dict[str, Spec]:
-    """{name: spec} of the settings that `-e` may set, without those of RunConfig. specs: see `declared`.
+    """{name: spec} of the settings that `-e` may set, without those of RunConfig. spec: see `declared`.
 
-    Of the variables of roles these are the ones that the sample inventory lists. Others are internal: a
-    play sets them for one role, and a value of `-e` would override that in all roles.
+    Of the variables of roles, only those that the sample inventory lists are included. The others are
+    internal: a play sets them for one role, and a value of `-e` would override that in all roles.
     """
     sample = "".join((COLLECTION / file).read_text(encoding="utf-8") for file in SAMPLE)
     listed = set(re.findall(r"^ *# (\w+):", sample, re.MULTILINE))
@@ -117,9 +117,10 @@ def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
 
 
 def value_problem(name: str, value: Any, spec: Spec) -> str | None:
-    """A sentence if `value` is not possible for the setting `name`; None if it is.
+    """A sentence if `value` is not possible for the setting `name`; None if it is possible.
 
-    spec: the spec of the setting as in argument_specs.yml, with type, choices, min, max or pattern.
+    spec: the spec of the setting as in argument_specs.yml, with type, choices, min, max, or pattern and takes
+    (a text about the values that match the pattern).
     """
     text, kind = str(value).strip(), spec.get("type", "str")
     choices = [str(choice) for choice in spec.get("choices") or []]

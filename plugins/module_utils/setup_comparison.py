@@ -31,7 +31,8 @@ TRAIN, TRACKER = "train", "tracker"
 class Ports:
     """The ports of a run and of the tracker.
 
-    low, high: the port range of a run. store: of the rendezvous store. tracker: of the MLflow server.
+    low, high: the port range of a run. store: the port of the rendezvous store. tracker: the port of the
+    MLflow server.
     """
 
     low: int
@@ -41,7 +42,7 @@ class Ports:
 
     @property
     def valid(self) -> bool:
-        """Whether the range has at least 100 ports and contains neither fixed one."""
+        """Whether the range has at least 100 ports and contains neither `store` nor `tracker`."""
         fixed = (self.store, self.tracker)
         return self.low + 99 <= self.high and not any(self.low <= port <= self.high for port in fixed)
 
@@ -50,9 +51,9 @@ class Ports:
 class Wanted:
     """The state that setup.yml would create.
 
-    coordinator: name of that host. ports: of a run and of the tracker.
+    coordinator: name of the coordinator host. ports: of a run and of the tracker.
     comment: the text that marks the ufw rules of this fleet. enable: whether ufw is to be enabled.
-    torch: {host: (build, index)}. connections: {host: text of SSH_CONNECTION}.
+    torch: {host: (build of torch, URL of its index)}. connections: {host: text of SSH_CONNECTION}.
     digests: {environment: {kind of host: SHA-256 of the lock file}}.
     tracker: the differences that the role tracker found, as phrases; None if it was not compared.
     """
@@ -71,9 +72,9 @@ class Fleet:
     """The hosts of a fleet, and how they differ from the state that setup.yml would create.
 
     states: host -> result of host_state in rank order, with `tried`: the connections that the host tried.
-    wanted: the state that setup.yml would create. read: whether all hosts were read and listen for their
-    peers. choices: host -> its interface and addresses (see network_interfaces.choose); {} if `read` is
-    False.
+    wanted: the state that setup.yml would create. Attributes:
+    read: whether all hosts were read and listen for their peers.
+    choices: host -> its interface and addresses (see network_interfaces.choose); {} if `read` is False.
     """
 
     def __init__(self, states: Mapping[str, State], wanted: Wanted) -> None:
@@ -130,7 +131,7 @@ class Fleet:
         )
 
     def measured(self) -> dict[str, Any]:
-        """The connections that were tried, in the form of doctor_measured."""
+        """The connections that were tried between the hosts: the result of network_rules.measured."""
         ports = self.wanted.ports
         return network_rules.measured(self.hosts, self.variables(), ports.low, ports.high)
 
@@ -171,7 +172,10 @@ class Fleet:
             yield from wanted.tracker or ()
 
     def environments(self, host: str) -> dict[str, dict[str, str]]:
-        """{name of an environment that a host has to have: its kind (see runtime_kind)}."""
+        """{name: kind} of the environments that a host has to have.
+
+        name: TRAIN, or on the coordinator also TRACKER. kind: the result of runtime_kind.
+        """
         found = {TRAIN: self.kind(host, self.wanted.torch[host])}
         if host == self.wanted.coordinator and self.wanted.tracker is not None:
             found[TRACKER] = self.kind(host, ("cpu", ""))
@@ -180,7 +184,11 @@ class Fleet:
     # -- what is reported ------------------------------------------------------------------------------------
 
     def installed(self, name: str) -> tuple[list[str], dict[str, dict[str, Any]]]:
-        """(hosts with the environment `name`, {host: variables as the role runtime would set them})."""
+        """The arguments of runtime_findings and runtime_summary about the environment `name`.
+
+        Returns (names of the hosts that have to have it, {host: variables as the role runtime would set
+        them}).
+        """
         variables = {}
         for host in self.hosts:
             kind = self.environments(host).get(name)
@@ -190,7 +198,7 @@ class Fleet:
         return list(variables), variables
 
     def environment_findings(self) -> list[Finding]:
-        """Refusals about environments that differ between the hosts."""
+        """Refusals about training environments that differ between the hosts."""
         return list(runtime_findings(*self.installed(TRAIN)))
 
     def report(self) -> list[str]:
@@ -241,10 +249,10 @@ def firewall_differences(
 
 
 def environment_differences(found: State, digest: str, name: str) -> Iterator[str]:
-    """A phrase if an environment is not complete, or not the one of the lock with this digest.
+    """A phrase if an environment is not complete, or was not made from the lock file with this digest.
 
-    found: the environment (see host_state.environment); {} without one. digest: SHA-256 of the lock file.
-    name: of the environment.
+    found: the environment (see host_state.environment); {} if there is none. digest: SHA-256 of the lock
+    file. name: the name of the environment.
     """
     if not (digest and found.get("linked") and found["name"] == digest[:12] and found["digest"] == digest):
         yield f"its environment ({name}) is not the one of this checkout"
@@ -253,7 +261,7 @@ def environment_differences(found: State, digest: str, name: str) -> Iterator[st
 
 
 def peers(states: Mapping[str, State], me: str) -> list[dict[str, Any]]:
-    """Option `peers` of the module doctor_peers on the host `me`: a dict for each other host.
+    """The option `peers` of the module doctor_peers on the host `me`: a list with a dict for each other host.
 
     Keys: host, address, ports. states: {host: result of host_state}.
     """
@@ -265,10 +273,10 @@ def peers(states: Mapping[str, State], me: str) -> list[dict[str, Any]]:
 
 
 def tracker_differences(found: State, wanted: Mapping[str, Any]) -> list[str]:
-    """Phrases about the tracker. found: the value `tracker` in the result of host_state.
+    """A phrase for each difference between the tracker on its host and the wanted tracker.
 
-    wanted: dict with unit (its text), user, environment (name of the folder) and login (text of its file; ""
-    for none).
+    found: the value `tracker` in the result of host_state. wanted: dict with unit (text of the unit file),
+    user, environment (name of the folder) and login (text of the file with the login; "" for none).
     """
     login = hashlib.sha256(wanted["login"].rstrip().encode()).hexdigest() if wanted["login"] else ""
     checks = {

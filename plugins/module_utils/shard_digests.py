@@ -19,7 +19,10 @@ STORED = ".verified.json"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """{"shards": [(name, sha256, bytes)], "tokenizer": sha256} of a manifest. Raises ValueError."""
+    """The content of a manifest: {"shards": [(name, sha256, bytes)], "tokenizer": sha256}.
+
+    Raises ValueError if the file cannot be read or is not a manifest.
+    """
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         shards = [(str(each["name"]), str(each["sha256"]), int(each["bytes"])) for each in manifest["shards"]]
@@ -34,8 +37,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def fault(digests: Digests, name: str, path: Path, sha256: str, size: int | None = None) -> str:
     """A phrase if a file is missing or differs from the manifest; "" if it is correct.
 
-    digests: the stored sha256 of the files. name: of the file, with which the phrase begins. path: where it
-    is. sha256, size: what the manifest has; size is in bytes, None for any.
+    digests: the stored sha256 of the files. name: the name of the file, with which the phrase begins. path:
+    its path. sha256, size: the values in the manifest; size is in bytes, None if any size is correct.
     """
     if not path.is_file():
         return f"{name} is missing"
@@ -49,10 +52,10 @@ def fault(digests: Digests, name: str, path: Path, sha256: str, size: int | None
 def verify(folder: Path, manifest_sha256: str, remember: bool = True) -> dict[str, Any]:
     """Compare a data directory with its manifest. Returns the result of the module verify_shards.
 
-    folder: the data directory. manifest_sha256: of the manifest that it has to have, "" for any. remember:
-    whether each sha256 is stored beside the data. Keys of the result: findings (phrases), manifest_sha256,
-    shards (number), bytes, hashed (number of files that were read). Raises ValueError for an invalid
-    manifest.
+    folder: the data directory. manifest_sha256: the sha256 that the manifest has to have, "" for any.
+    remember: whether each sha256 is stored beside the data. Keys of the result: findings (phrases),
+    manifest_sha256, shards (their number), bytes (of all shards), hashed (number of files that were read).
+    Raises ValueError for an invalid manifest.
     """
     path = folder / MANIFEST
     result: dict[str, Any] = {"findings": [], "manifest_sha256": "", "shards": 0, "bytes": 0, "hashed": 0}

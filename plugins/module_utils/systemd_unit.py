@@ -31,8 +31,8 @@ LOOPBACK6 = "0" * 24 + "01000000"
 class Socket(NamedTuple):
     """A listening TCP socket.
 
-    port: its port. uid: of its owner. inode: of the socket. loopback: whether it is bound to a loopback
-    address.
+    port: its port. uid: the user id of its owner. inode: its inode number. loopback: whether it is bound to a
+    loopback address.
     """
 
     port: int
@@ -42,7 +42,7 @@ class Socket(NamedTuple):
 
 
 def tables() -> list[str]:
-    """The texts of /proc/net/tcp and /proc/net/tcp6; an empty text for one that the kernel does not have."""
+    """The texts of /proc/net/tcp and /proc/net/tcp6; "" for a file that the kernel does not have."""
     return [read_text(name) for name in ("/proc/net/tcp", "/proc/net/tcp6")]
 
 
@@ -59,7 +59,7 @@ def listening(texts: list[str]) -> list[Socket]:
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers in a list as the kernel writes it, such as 0-3,6 for processors or ports, sorted."""
+    """The numbers in a list of processors or ports as the kernel writes it, such as 0-3,6; sorted."""
     found: set[int] = set()
     for part in filter(None, str(text).split(",")):
         first, _, last = part.partition("-")
@@ -94,9 +94,9 @@ def unit_name(name: str) -> str:
 def read_unit(name: str, now: float, scope: str = "system") -> Unit:
     """The state of a unit as a dict; a unit that systemd does not know is `inactive`.
 
-    name: of the unit. now: Unix time. scope: system or user, whose systemd has the unit. Keys of the result:
-    name, load_state, active_state, sub_state, result, main_pid, exit_status, restarts, since (Unix time of
-    the last change of state, or None) and scope. Raises RuntimeError if systemctl fails.
+    name: of the unit. now: Unix time. scope: whose systemd has the unit: system or user (systemd --user).
+    Keys of the result: name, load_state, active_state, sub_state, result, main_pid, exit_status, restarts,
+    since (Unix time of the last change of state, or None) and scope. Raises RuntimeError if systemctl fails.
     """
     shows = ["systemctl", *manager(scope), "show", "--property=" + PROPERTIES]
     code, out, err = run([*shows, "--", unit_name(name)])
@@ -180,7 +180,10 @@ def booted(now: float) -> float | None:
 
 
 def unit_of(pid: int) -> str:
-    """The systemd service to which a process belongs; "" for none. A user's own systemd does not count."""
+    """The systemd service to which a process belongs; "" for none.
+
+    The service of a user's own systemd (user@UID.service) does not count.
+    """
     groups = read_text(f"/proc/{pid}/cgroup").splitlines()
     return next(filter(None, map(_service_in, groups)), "")
 

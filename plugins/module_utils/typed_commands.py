@@ -68,8 +68,8 @@ def typed(text: str, needed: str, settings: str = "") -> str:
 def as_typed(text: Any, data: str = "") -> Any:
     """A text, or a list of texts, in which every command has the options of the running command.
 
-    data: the dataset's folder, if the text is about it. If that folder has no manifest, the hosts were set up
-    with another one, and setup.yml gets `-e data_dir=FOLDER` for the person to fill in.
+    data: the dataset's folder, if the text is about the dataset. If that folder has no manifest, the hosts
+    were set up with another folder, and setup.yml gets `-e data_dir=FOLDER` for the person to fill in.
     """
     if isinstance(text, list):
         return [as_typed(line, data) for line in text]

@@ -30,11 +30,12 @@ def as_rule(source: str, port: str) -> str:
 
 
 def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list[str], list[str]]:
-    """(rules to add, rules to delete) so that a host has the rules `wanted`, with the comment `comment`.
+    """The changes after which a host has the rules `wanted`. Returns (rules to add, rules to delete).
 
-    present: {rule: comment} of the host. Rules whose comment begins with another word than `comment` are not
-    changed. A wanted rule with the same first word in a different comment is added again, because this
-    changes its comment. The rule for SSH is not deleted.
+    present: {rule: comment} of the rules on the host. wanted: the rules it should have. comment: the
+    comment of the wanted rules. Only rules whose comment begins with the same word are changed or deleted. A
+    wanted rule that has such a comment, but another than `comment`, is added again, because this changes its
+    comment. The rule for SSH is not deleted.
     """
     mark = mark_of(comment)
 
@@ -84,9 +85,10 @@ def ssh_verdict(rules: list[str], controller: str, port: int) -> str:
 
 
 def ssh_rule(rules: list[str], controller: str, port: int) -> tuple[str, bool]:
-    """(rule that admits SSH, to add before ufw is enabled; whether it must come before all other rules).
+    """The rule that admits SSH, to add before ufw is enabled. Returns (rule, whether it must come first).
 
-    It admits everybody if no rule is about SSH, else the controller.
+    If no rule is about SSH, or the controller is not known, the rule admits every address, else only the
+    controller. Arguments: as for `ssh_verdict`.
     """
     verdict = ssh_verdict(rules, controller, port)
     narrow = [as_rule(controller, str(port)), f"allow from {controller} to any port {port}"]

@@ -21,7 +21,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
 
 
 class UnitError(Exception):
-    """Raised if a unit cannot be started or stopped. args: (message, {fields of the result})."""
+    """Raised if a unit cannot be started or stopped. args: (message, {fields of the module's result})."""
 
 
 def stop(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
@@ -29,8 +29,8 @@ def stop(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
 
     params: the options state, scope, grace, ports and timeout of the module transient_unit. unit: its present
     state (see read_unit). check: stop nothing, only return what would change. In the result, unit is the
-    state afterwards, and ended has its processes (see describe). Raises UnitError if a process or listener of
-    the unit is left.
+    state afterwards, and ended has the processes that were in the unit (see describe). Raises UnitError if a
+    process or listener of the unit is left.
     """
     name = unit["name"]
     scope, control = params["scope"], ["systemctl", *manager(params["scope"])]
@@ -70,9 +70,9 @@ def stop(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
 
 
 def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> None:
-    """Stop a unit, and send SIGKILL to the processes that are left after `seconds`.
+    """Stop a unit, and send SIGKILL to the processes that are left after `seconds` seconds.
 
-    name, scope: of the unit. control: words of the command systemctl for `scope`.
+    name, scope: of the unit. control: the command systemctl with the option for `scope`, as a list.
     """
     run([*control, "stop", "--no-block", "--", name])
     deadline = time.monotonic() + seconds
@@ -86,7 +86,7 @@ def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> Non
 def remains(name: str, pids: list[int], ports: list[int], timeout: float, scope: str) -> list[str]:
     """Texts about processes of the unit and listeners on `ports` that are left after `timeout` seconds.
 
-    pids: processes of the unit before the stop; their listeners count.
+    name, scope: of the unit. pids: processes of the unit before the stop; their listeners count too.
     """
     deadline = time.monotonic() + timeout
     while True:

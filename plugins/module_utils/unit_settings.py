@@ -57,7 +57,7 @@ def systemd_env(value: Any) -> str:
 
 
 def allowed(addresses: Iterable[Any], tracker_uri: str = "") -> list[str]:
-    """The values of systemd's IPAddressAllow= for a run: localhost, the hosts of the fleet, the tracker's.
+    """The values of systemd's IPAddressAllow= for a run: localhost, the hosts' addresses, the tracker's.
 
     addresses: IP addresses or names of the hosts; names are resolved. tracker_uri: the address of the
     tracker, "" for none.

@@ -44,7 +44,7 @@ def assignments(properties: Mapping[str, Any]) -> list[str]:
 
 
 def command_line(params: Mapping[str, Any]) -> list[str]:
-    """The systemd-run command line of a unit, as words.
+    """The systemd-run command line of a unit, as a list of arguments.
 
     params: the options name, description, scope, user, properties, setenv, argv and boot_condition of the
     module transient_unit. Each `$` in argv is doubled, because systemd would expand variables.

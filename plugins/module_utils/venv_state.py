@@ -57,8 +57,8 @@ def read_marker(venv: Path) -> dict[str, Any]:
 def problems_of(venv: Path, digest: str, python: str) -> list[str]:
     """Why an environment has to be made again, as phrases; [] if it is complete.
 
-    venv: its folder. digest: of the lock file. python: path of the Python that makes it. It is missing,
-    unfinished, built on another Python, or was changed.
+    Causes: the environment is missing, unfinished, built on another Python, or was changed. venv: its folder.
+    digest: of the lock file. python: path of the Python that makes the environment.
     """
     marker = read_marker(venv)
     if not digest or marker.get("digest") != digest or not (venv / "bin" / "python").exists():

@@ -18,9 +18,10 @@ class Program(NamedTuple):
 
     title: its name. kind: VPN or BRIDGE.
     name: matches the name of an interface. made_as: the kernel's name of its link type.
-    networks: addresses in them identify the program on links of the types `on`; "" is a plain interface.
-    see: a command that shows the path of a VPN, with {interface}, {host} and {address} (of the peer).
-    remedy: how the network of a bridge gets other addresses, with {host}.
+    networks, on: an address in one of `networks` identifies the program, if the link type is one of `on`; ""
+    is the type of a plain interface.
+    see: a command that shows the path of a VPN. Placeholders: {interface}, {host}, {address} (of the peer).
+    remedy: how the network of a bridge gets other addresses. Placeholder: {host}.
     """
 
     title: str

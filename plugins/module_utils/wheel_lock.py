@@ -55,12 +55,18 @@ def write_lock(path: Path, wheels: list[Wheel]) -> None:
 
 
 def read_lock(path: Path) -> list[Wheel]:
-    """The wheels in a lock file. Raises ValueError for an invalid line, OSError if it cannot be read."""
+    """The wheels in a lock file.
+
+    Raises ValueError if the file is empty or has an invalid line, OSError if it cannot be read.
+    """
     return parse_lock(path.read_text(encoding="utf-8"), str(path))
 
 
 def parse_lock(text: str, source: str) -> list[Wheel]:
-    """The wheels in the text of a lock. source: the file, for messages. Raises ValueError."""
+    """The wheels in the text of a lock file. source: name of the file, for messages.
+
+    Raises ValueError if the text is empty or has an invalid line.
+    """
     wheels = []
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -84,8 +90,8 @@ def parse_lock(text: str, source: str) -> list[Wheel]:
 def faults(folder: Path, wheels: list[Wheel], sha256: Callable[[Path], str] = sha256_of) -> list[str]:
     """A phrase for each wheel that is missing in the folder or altered; it begins with the file's name.
 
-    folder: of the wheels. wheels: those of the lock file. sha256: the function that computes the sha256 of a
-    file.
+    folder: the folder of the wheels. wheels: those of the lock file. sha256: the function that computes the
+    sha256 of a file.
     """
     found = []
     for wheel in wheels:

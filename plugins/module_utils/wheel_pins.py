@@ -27,7 +27,10 @@ _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})(?=\s|$)")
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """{normalised name: version} of a file with `name==version` lines. Raises ValueError."""
+    """{normalised name: version} of a file with `name==version` lines.
+
+    Raises ValueError if a line has no `==`.
+    """
     pins: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         line = line.split("#")[0].strip()
@@ -68,7 +71,8 @@ def holds(requirement: Requirement, markers: dict[str, str], extras: Iterable[st
 def read_entries(text: str, name: str) -> Iterator[tuple[Requirement, Version, set[str]]]:
     """(requirement, its version, sha256 of each file) for each entry of a requirements file with hashes.
 
-    name: the file, for messages. Raises ValueError for a line that is not a pinned package with hashes.
+    text: content of the file. name: the name of the file, for messages. Raises ValueError for a line that is
+    not a pinned package with hashes.
     """
     text = re.sub(r"(?m)^\s*#.*$", "", text).replace("\\\n", " ")
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -89,10 +93,10 @@ def read_entries(text: str, name: str) -> Iterator[tuple[Requirement, Version, s
 
 
 def read_hashes(path: Path, markers: dict[str, str], extras: Iterable[str]) -> Hashes:
-    """The packages of these sets on a host: {(normalised name, version): sha256 of each of its files}.
+    """The packages of these extras on a host: {(normalised name, version): sha256 of each of its files}.
 
-    The CPU build of torch has an entry of its own beside that of its version. Raises ValueError for an
-    invalid file.
+    markers: the result of `markers_of`. torch can have two entries: one for its version, and one for the CPU
+    build of that version (+cpu). Raises ValueError for an invalid file.
     """
     found: Hashes = {}
     for requirement, version, hashes in read_entries(path.read_text(encoding="utf-8"), str(path)):

@@ -1,4 +1,7 @@
-"""Downloads named wheels for another machine with the pip of this Python; errors are sentences."""
+"""Downloads named wheels for another machine with the pip of this Python.
+
+The messages of its errors are sentences for the user.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,20 @@ OLDEST_GLIBC = 34  # every supported distribution has glibc 2.34 or newer
 
 
 def asked_at(index: str) -> list[str]:
-    """The line of a requirements file that adds a folder of wheels or an index to pip; [] without one."""
+    """The line of a requirements file, in a list, with which pip also searches `index`; [] if that is "".
+
+    index: a folder of wheels or the URL of an index.
+    """
     if not index:
         return []
     return [f"--find-links {Path(index).resolve()}" if Path(index).is_dir() else f"--extra-index-url {index}"]
 
 
 def download(wanted: list[str], folder: Path, python_version: str, machine: str, index: str = "") -> None:
-    """Download `wanted` (name==version) into a folder, as wheels for CPython on Linux. Raises ValueError.
+    """Download `wanted` (name==version) into a folder, as wheels for CPython on Linux.
 
-    machine: such as x86_64. index: a further index or folder of wheels, "" for none.
+    machine: such as x86_64. index: a further index or folder of wheels, "" for none. Raises ValueError if a
+    package has no such wheel or pip fails.
     """
     platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(OLDEST_GLIBC, 4, -1)]
     platforms += [f"manylinux2014_{machine}", f"manylinux2010_{machine}", f"manylinux1_{machine}"]

@@ -1,4 +1,7 @@
-"""Recognises WSL2 and its networking mode, and opens ports on Windows. Pure; standard library only."""
+"""Recognises WSL2 and its networking mode, and makes the command that opens ports on Windows.
+
+Pure functions; standard library only.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ WSL_VM = "{40E0AC32-46A5-438A-A0B2-2B479E8F2E90}"
 def wsl_networking(
     release: str, printed: str, links: Mapping[str, Mapping[str, Any]], gateway_link: str
 ) -> str:
-    """The networking mode of WSL2: "nat", "mirrored" or another word of Windows; "" if this is no WSL2.
+    """The networking mode of WSL2: "nat", "mirrored" or another mode of Windows; "" if this is no WSL2.
 
-    release: of the kernel. printed: by `wslinfo --networking-mode`, "" if the command is missing or fails.
-    links: {name: interface as a dict with `addresses`}. gateway_link: name of the interface of the default
-    route. "unknown" if neither shows the mode.
+    release: the release of the kernel. printed: the output of `wslinfo --networking-mode`, "" if the command
+    is missing or fails. links: {name: interface as a dict with `addresses`}. gateway_link: name of the
+    interface of the default route. The result is "unknown" if neither the command nor the interfaces show the
+    mode.
     """
     if not is_wsl2(release):
         return ""

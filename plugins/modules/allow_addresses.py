@@ -12,17 +12,21 @@ PROPERTY = "IPAddressAllow"
 
 
 def missing(shown: str, addresses: list[str]) -> list[str]:
-    """The addresses that are not allowed yet. shown: value of the property as systemctl show prints it."""
+    """Those of `addresses` that a unit may not exchange packets with yet; localhost is left out.
+
+    shown: the value of IPAddressAllow, as systemctl show prints it.
+    """
     allowed = {network.removesuffix("/32").removesuffix("/128") for network in shown.split()}
     return [each for each in addresses if each != "localhost" and each not in allowed]
 
 
 def allow(name: str, addresses: list[str], check: bool) -> list[str]:
-    """Let the unit `name` exchange packets with `addresses`; returns those that it could not before.
+    """Let the unit `name` exchange packets with `addresses`; returns those that were not allowed before.
 
-    A unit that is not active, as on a host that has left its run, gets them in its boot entry. check: only
-    return them. A unit of systemd --user has no such restriction. Raises OSError; RuntimeError if systemctl
-    fails.
+    The addresses are added to the active unit, and to its boot entry for the starts after a boot. For a unit
+    that is not active, as on a host that has left its run, only the boot entry changes. A unit in the scope
+    `user` has no such restriction, so the result is []. check: change nothing. Raises OSError if the boot
+    entry cannot be read or written, RuntimeError if systemctl fails.
     """
     if own_scope() == "user":
         return []

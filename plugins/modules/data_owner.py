@@ -1,5 +1,5 @@
 #!/usr/bin/python
-"""Ansible module: set the owner of a data directory, the login user during rsync, else the service user."""
+"""Ansible module: set the owner of a data directory (the login user during rsync, else the service user)."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ COPY_SECONDS = 0.25
 
 
 def links() -> dict[str, dict[str, Any]]:
-    """{name: facts} of the network interfaces of this host.
+    """{name: facts} of the network interfaces of this host, without lo.
 
-    The facts are addresses, mtu, speed_mbit, duplex, wireless, physical, carrier (whether there is a
-    signal) and made_as: the kernel's name of the link type, such as "tun" or "bridge", "" for a plain
-    interface.
+    The facts are addresses, mtu, speed_mbit (None if unknown), duplex, wireless, physical, carrier (whether
+    there is a signal) and made_as: the kernel's name of the link type, such as "tun" or "bridge"; "" for a
+    plain interface.
     """
     found = {}
     for entry in ask_ip("-details", "address")[0]:
@@ -62,7 +62,7 @@ def links() -> dict[str, dict[str, Any]]:
 
 
 def wsl(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The networking mode of WSL2, such as "nat" or "mirrored"; "" if this host is no WSL2.
+    """The networking mode of WSL2, such as "nat" or "mirrored"; "" if this host does not run in WSL2.
 
     found: the result of `links`.
     """
@@ -79,9 +79,10 @@ def wsl(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def disk_of(path: str) -> dict[str, Any]:
-    """{"mount", "free_gib", "inodes_free", "writable"} of the file system of a folder.
+    """The file system of a folder, as {"mount", "free_gib", "inodes_free", "writable"}.
 
-    For a folder that does not exist, the nearest existing folder above it counts.
+    mount: the mount point. inodes_free: None if the file system does not count inodes. If the folder does not
+    exist, the nearest existing folder above it is used.
     """
     while not os.path.isdir(path):
         path = os.path.dirname(path) or "/"
@@ -96,7 +97,10 @@ def disk_of(path: str) -> dict[str, Any]:
 
 
 def mount_of(path: str) -> str:
-    """The mount point of a folder, also of a bind mount, which has the device of the folder above it."""
+    """The mount point of the file system that contains a folder.
+
+    It is read from /proc/self/mountinfo, because a bind mount can have the same device as the folder above.
+    """
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         escaped = [line.split()[4] for line in file]
     points = {re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point) for point in escaped}
@@ -141,7 +145,7 @@ def copy_rate(mib: int, threads: int) -> float:
 
 
 def cpu() -> tuple[str, list[str]]:
-    """(the model of the processor, those of its instruction sets that are in FLAGS)."""
+    """The processor of this host, as (name of its model, those of its flags that are in FLAGS)."""
     lines = [line.partition(":") for line in read_text("/proc/cpuinfo").splitlines()]
     fields = {key.strip(): value.strip() for key, _colon, value in reversed(lines)}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: probe the paths from this host to its peers, or measure the rates to one of them."""
+"""Ansible module: probe the paths from this host to its peers, or measure the rates to and from each peer."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ KNOWN = ("rank", "step", "num_iterations", "loss", "val_bpb", "tok_per_s")
 def outcome_of(state: Mapping[str, Any], kind: str, reason: str) -> dict[str, Any]:
     """The content of outcome.json for a host whose ranks were ended from outside.
 
-    state: result of run_state, whose first run status gives the step, loss and so on. kind: stopped or
-    retryable.
+    state: result of run_state. The step, loss and so on are those of its first run status. kind: the outcome,
+    stopped or retryable. reason: a sentence.
     """
     status = (state.get("heartbeats") or [{}])[0]
     return {
@@ -40,16 +40,20 @@ def outcome_of(state: Mapping[str, Any], kind: str, reason: str) -> dict[str, An
 
 
 def write(state: Mapping[str, Any], user: str, name: str, text: str, replace: bool = True) -> None:
-    """Write a file in the run directory with the rights of its user."""
+    """Write `text` to the file `name` in the run directory, with the rights of `user`.
+
+    state: result of run_state. replace: whether an existing file is replaced.
+    """
     with acting_as(user):
         files = {name: text}
         make({"path": state["run_dir"], "files": files, "remove": [], "replace": replace}, False)
 
 
 def record(state: Mapping[str, Any], p: Mapping[str, Any]) -> None:
-    """Write the outcome of the run to outcome.json. p: options of the module.
+    """Write the outcome of the run to outcome.json. state: result of run_state. p: options of the module.
 
-    The outcome of a rank is kept if it is settled (no attempt follows), or if the new outcome is `retryable`.
+    An outcome that a rank has written is kept if it is settled (no attempt follows), or if p["outcome"] is
+    retryable.
     """
     text = json.dumps(outcome_of(state, p["outcome"], p["reason"]), indent=2) + "\n"
     # The outcome of a rank that systemd ended without a request, as at a shutdown, is not settled.
@@ -58,10 +62,14 @@ def record(state: Mapping[str, Any], p: Mapping[str, Any]) -> None:
 
 
 def end(p: Mapping[str, Any], check: bool) -> dict[str, Any]:
-    """The result of the module: the state before and after, and the processes that were ended.
+    """End a run on this host and record the outcome; returns the result of the module.
 
-    p: options of the module. In the result, `done` is whether the run is over; if the run still saves,
-    nothing was ended and the call is to be repeated. Raises UnitError, OSError, RuntimeError.
+    p: options of the module. check: change nothing. Keys of the result, among others:
+    done: whether the run is over. If False, the run still saves a checkpoint, nothing was ended, and the call
+    has to be repeated.
+    ended: the processes that were in the unit. state: the result of run_state after the end.
+    Raises UnitError if a process or listener of the unit is left, OSError if a file cannot be written,
+    RuntimeError if systemctl fails.
     """
     reading = {**p, "wait_for": "none", "ports": []}
     state = read_state(reading)

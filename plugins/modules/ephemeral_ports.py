@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: set the range of the kernel's ephemeral ports in a sysctl file, or restore the old one."""
+"""Ansible module: set the kernel's range of ephemeral ports, now and at boot, or restore the old range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ansible module: make a fleet's ufw rules, known by their comment, equal to a list; keep all others."""
+"""Ansible module: make the ufw rules that have a fleet's comment equal to a list; keep all other rules."""
 
 from __future__ import annotations
 

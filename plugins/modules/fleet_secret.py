@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: keep, make or write the file with the secret of the fleet."""
+"""Ansible module: keep the secret of the fleet in its file, replace it by a given one, or generate one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.secret_file import
 
 
 def write(path: str, secret: str, group: str) -> None:
-    """Write the secret to the file `path`, in one step.
+    """Write the secret to the file `path`, which is replaced atomically.
 
     group: the group that may read the file, "" for none. No other group can read it at any time.
     """

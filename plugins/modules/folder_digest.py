@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: the sha256 over names and contents of all files below a folder, to compare copies of it."""
+"""Ansible module: compute the sha256 over names and contents of all files in a folder, to compare copies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: read all that setup.yml makes on a host; if it is in place, listen for the other hosts."""
+"""Ansible module: read all that setup.yml makes on a host; if nothing differs, listen for the other hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ STATUS = ("ufw", "status")
 
 
 def listen(p: dict[str, Any], address: str) -> dict[str, Any]:
-    """Start the listener that the peers probe; the result of doctor_listener."""
+    """Start the listener that the peers probe. Returns {"ports", "held"}, as the module doctor_listener does.
+
+    p: options of the module host_state. address: the address of this host on which it listens.
+    """
     peers, asked = p["network"]["peers"], p["listener"]
     listener = peer_listener.Listener(p["host"], p["token"], asked["limit"], callers=len(peers))
     opened, held = peer_listener.open_ports(listener, address, asked["store_port"], asked["ports"])
@@ -26,9 +29,10 @@ def listen(p: dict[str, Any], address: str) -> dict[str, Any]:
 
 
 def read(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
-    """The result of the module, with what differs as `differences`. p: options of the module.
+    """Read what setup.yml makes on this host, and listen if nothing differs; returns the module's result.
 
-    If the claim differs, nothing else is read.
+    In the result, `differences` has a phrase for each difference. If the claim differs, nothing else is read.
+    p: options of the module. check_mode: do not store the sha256 of the data files.
     """
     differences = list(host_state.claim_differences(p["claim"], p["host"]))
     if differences:

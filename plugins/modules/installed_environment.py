@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: read the versions in a run's Python environment, which a start compares across hosts."""
+"""Ansible module: read the versions in a run's Python environment; train.yml compares them across hosts."""
 
 from __future__ import annotations
 

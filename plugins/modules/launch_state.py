@@ -18,10 +18,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.shard_digests impo
 
 
 def read(p: dict[str, Any], check_mode: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (module, its result) for each module whose result could be read.
+    """Yield (name of a module, its result) for each module whose result could be read.
 
     p: options of launch_state. A reading that fails yields nothing: its module is called later and reports
-    the error.
+    the error. check_mode: do not store the sha256 of the shards.
     """
     failures = (OSError, RuntimeError, ValueError)
     with contextlib.suppress(*failures):

@@ -1,11 +1,11 @@
 #!/usr/bin/python
-"""Ansible module: install a wheelhouse into a virtual environment of its own, and link to the current one.
+"""Ansible module: install a wheelhouse into a virtual environment of its own, and point a link to it.
 
-    VENVS/<first 12 of the lock's sha256>/     with nanofleet-venv.json inside, written last
-    LINK -> the current one
+    VENVS/<first 12 digits of the lock's sha256>/     with nanofleet-venv.json inside, written last
+    LINK -> the environment of the current lock
 
-uv installs offline from the wheelhouse. An environment without nanofleet-venv.json is unfinished. One whose
-packages differ from those that this file records was changed by hand. Both are made again.
+uv installs offline from the wheelhouse. An environment without nanofleet-venv.json was not finished; it is
+installed again. So is an environment whose packages differ from those that nanofleet-venv.json records.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ TOOL = "uv"
 
 
 def switch(link: Path, venv: Path) -> None:
-    """Make the link point at another environment, in one step. Raises ValueError if it is not a link."""
+    """Make `link` point to the environment `venv`, atomically.
+
+    Raises ValueError if the path `link` exists and is not a link.
+    """
     if link.exists() and not link.is_symlink():
         raise ValueError(f"{link} is not a link: move it away and run the playbook again.")
     fresh = link.with_name(f".{link.name}.new")
@@ -63,8 +66,9 @@ def in_use(venv: Path) -> bool:
 
 
 def command(arguments: list[str], what: str, folder: Path | str, **environment: str) -> None:
-    """Run a command in `folder`. Raises ValueError with `what` and the last lines of its output.
+    """Run a command in `folder`. Raises ValueError if its exit status is not 0.
 
+    what: what has failed then; the error message is this text and the last lines of the command's output.
     environment: more variables for the command. There is no default for `folder`, because the present folder
     may be the home of the login user.
     """
@@ -76,10 +80,11 @@ def command(arguments: list[str], what: str, folder: Path | str, **environment: 
 
 
 def build(p: dict[str, Any], venv: Path) -> None:
-    """Make the environment in its folder; the marker file is written last.
+    """Make the environment in the folder `venv`; its nanofleet-venv.json is written last.
 
-    p: the options of the module. The login user may change the wheelhouse at any time, so copies of its
-    wheels are verified and used.
+    p: the options of the module. The login user can change the wheelhouse at any time. So its wheels are
+    copied, and the copies are verified and installed. Raises ValueError if a wheel is missing or altered, or
+    if the environment cannot be made.
     """
     if hashlib.sha256(p["requirements"].encode()).hexdigest() != p["digest"]:
         raise ValueError("The lock that was sent is not the one the controller made: run the playbook again.")

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: read the checkpoints that a fine-tuning may begin with, and the runs of stage sft.
 
-All files are read with the rights of the service user, which reads the checkpoint again when it trains.
+All files are read as the service user, because the run reads the checkpoint as this user, too.
 """
 
 from __future__ import annotations
@@ -33,13 +33,22 @@ def checkpoints(run_dir: str) -> list[dict[str, Any]]:
 
 
 def checkpoint(path: str) -> dict[str, Any] | None:
-    """{"path", "meta"} of the checkpoint in a folder; None without meta.json, which is written last."""
+    """The checkpoint in the folder `path`, as {"path", "meta"}; None if it is not complete.
+
+    meta: the entries META of meta.json. A checkpoint is complete if it has meta.json, which is written last.
+    """
     meta = load_json(os.path.join(path, "meta.json"))
     return {"path": path, "meta": {name: meta.get(name) for name in META}} if meta else None
 
 
 def read(params: dict[str, Any]) -> dict[str, Any]:
-    """The result of the module: checkpoints of a base run, and runs of stage sft. params: its options."""
+    """Read the checkpoints of a base run, and the runs of stage sft. Returns the result of the module.
+
+    params: options of the module. Keys of the result:
+    run: the name of the base run; "" if params["checkpoint"] is an absolute path.
+    known: whether the run or checkpoint exists. runs: the names of the newest runs.
+    tuned: the runs of stage sft, as dicts. checkpoints: those of the base run, or the one at the path.
+    """
     runs_dir = os.path.join(params["state_dir"], "runs")
     asked = params["checkpoint"]
     run = params["run"] or ("" if os.path.isabs(asked) else asked.split("/")[0])

@@ -16,7 +16,7 @@ KEPT = ("run.json", "metrics.jsonl", "train.log", "outcome.json", "attempts.json
 
 
 def sha256_of(path: str, size: int | None = None) -> str:
-    """The sha256 of the first `size` bytes of a file, as 64 hex digits; without a size, of the whole file."""
+    """The sha256 of the first `size` bytes of a file, as 64 hex digits. size: None for the whole file."""
     digest, left = hashlib.sha256(), os.stat(path).st_size if size is None else size
     with open(path, "rb") as file:
         while block := file.read(min(1 << 20, left)):
@@ -34,9 +34,11 @@ def listed(folder: str, name: str, sha256: str | None = None) -> dict[str, Any]:
 
 
 def list_files(folder: str, checkpoint: str) -> list[dict[str, Any]]:
-    """The files of a run in KEPT and those of a checkpoint: [{"name", "size", "sha256"}].
+    """List the files of a run that are named in KEPT, and all files of one of its checkpoints.
 
-    The sha256 of a checkpoint's files are those that its meta.json records. Raises ValueError for a link.
+    Returns [{"name", "size" (bytes), "sha256"}]. folder: the run directory. checkpoint: the path of the
+    checkpoint in it, "" for none. The sha256 of a checkpoint's files are those that its meta.json records.
+    Raises ValueError if a file is a link, or if meta.json names a file outside of the checkpoint.
     """
     found = [listed(folder, name) for name in KEPT if os.path.isfile(os.path.join(folder, name))]
     if checkpoint:
@@ -51,7 +53,10 @@ def list_files(folder: str, checkpoint: str) -> list[dict[str, Any]]:
 
 
 def faults(folder: str, expected: list[dict[str, Any]]) -> list[str]:
-    """A phrase for each copy that is missing or differs from `expected`; it begins with the file's name."""
+    """A phrase for each file that is missing in `folder` or differs; it begins with the file's name.
+
+    folder: the folder of the copies. expected: the result of `list_files` on the host.
+    """
     found = []
     for file in expected:
         path = os.path.join(folder, file["name"])

@@ -63,8 +63,9 @@ def since_words(given: Any) -> str:
 def line_of(text: str, moment: float | None = None) -> Line:
     """A line of the log as {"time", "rank", "text"}.
 
-    text: the line. moment: its Unix time, which becomes `time`; None if unknown. rank: number in the prefix
-    [rank N] that the trainer writes, None without one. The `text` of the result lacks the prefix.
+    text: the line. moment: the Unix time of the line, None if unknown. In the result, `time` is `moment`,
+    `rank` is the number in the prefix [rank N] that the trainer writes, None for a line without this prefix,
+    and `text` is the line without the prefix.
     """
     found = RANK.match(text)
     rank = int(found.group(1)) if found else None
@@ -72,18 +73,22 @@ def line_of(text: str, moment: float | None = None) -> Line:
 
 
 def message(value: Any) -> str:
-    """The text of a journal entry's MESSAGE; journalctl prints text that is not plain as a list of bytes."""
+    """The text of the field MESSAGE of a journal entry.
+
+    value: the field in the JSON of journalctl: a text, or a list of bytes if it is not printable UTF-8.
+    """
     if isinstance(value, list):
         return bytes(value).decode("utf-8", "replace")
     return value or ""
 
 
 def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
-    """([(text, Unix time) of each line of the run's unit], cursor of the last entry of the journal).
+    """Read lines of the run's unit from the journal. Returns ([(text, Unix time) of each line], cursor).
 
-    params: options of the module, of which run_id, since and cursor are used. With a cursor, all later lines
-    are read; without one, the newest lines, `count` at most, and with `since` only those after that time. If
-    there are none, the cursor is that of params. Raises ValueError if journalctl refuses `since`.
+    params: options of the module, of which run_id, since and cursor are used. If params has a cursor, all
+    lines after it are read. Else the newest lines are read, `count` at most; if `since` is set, only those
+    after that time. The cursor in the result is that of the last line; if no line was found, that of params.
+    Raises ValueError if journalctl refuses `since`.
     """
     command = ["journalctl", "--quiet", "--no-pager", "--output=json", "--output-fields=MESSAGE"]
     command += ["--unit=" + unit_name("nanofleet-" + params["run_id"])]
@@ -104,6 +109,7 @@ def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
 def read(params: dict[str, Any]) -> dict[str, Any]:
     """Read the log of a run once; returns the result of the module. params: options of the module.
 
+    Keys of the result:
     lines: the newest lines (see `line_of`), params["lines"] at most. error: the first error, as lines.
     cursor: position of the last line in the journal, for the next reading.
     source: "journal", or "file" if the lines are those of train.log.
@@ -130,9 +136,9 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_of(lines: list[Entry], count: int) -> list[Line]:
-    """The first error of the last attempt, as lines (see `line_of`); [] without one.
+    """The first error of the last attempt, as lines (see `line_of`); [] if there is no error.
 
-    lines: (text, Unix time) of each line of the log. count: the most lines of the result.
+    lines: (text, Unix time) of each line of the log. count: the largest number of lines in the result.
     """
     lines = [line for line in lines if not FRAME.match(line[0])]
     texts = [text for text, _moment in lines]

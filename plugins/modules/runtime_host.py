@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: read what an environment depends on: Python, machine, login and service user, folders."""
+"""Ansible module: read what a Python environment depends on: Python, architecture, users, folders, rsync."""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ SCRIPT_MODE = 0o755
 
 
 def write_script(path: str, text: str, check: bool) -> bool:
-    """Write the script of a unit. Returns whether it was written, or with `check` would be."""
+    """Write `text` to `path`, the script of a unit. Returns False if the file is already correct.
+
+    check: write nothing; the result is the same.
+    """
     mode = os.stat(path).st_mode & 0o7777 if os.path.isfile(path) else None
     if mode == SCRIPT_MODE and read_text(path, strip=False) == text:
         return False
@@ -30,7 +33,12 @@ def write_script(path: str, text: str, check: bool) -> bool:
 
 
 def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
-    """The result of the module. Raises UnitError, OSError, RuntimeError, ValueError."""
+    """Write the files of a run and start its unit; returns the result of the module.
+
+    p: options of the module. check: change nothing. Raises ValueError if the user of the unit is missing or
+    the run directory is a link, OSError if a file cannot be written, UnitError or RuntimeError if the unit
+    cannot be started.
+    """
     scope, folder = own_scope(), {**p["folder"], "path": p["run_dir"], "replace": True}
     missing = bool(p["user"]) and os.geteuid() == 0 and account(p["user"]) is None
     if missing and not check:

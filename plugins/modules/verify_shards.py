@@ -1,7 +1,7 @@
 #!/usr/bin/python
 """Ansible module: compare the shards and the tokenizer of a data directory with its manifest, by sha256.
 
-What is compared, and what a second comparison reads: see module_utils/shard_digests.py.
+A second comparison reads only changed files. See module_utils/shard_digests.py.
 """
 
 from __future__ import annotations

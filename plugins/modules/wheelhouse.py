@@ -1,8 +1,9 @@
 #!/usr/bin/python
-"""Ansible module: make a wheelhouse: the wheels that an extra needs on one kind of Linux host, and a lock.
+"""Ansible module: make a wheelhouse, the folder of all wheels for one kind of host, with a lock file.
 
-Runs on the controller, which may be another system than the hosts (macOS, another Python). The packages come
-from requirements/hashes.txt, selected by the markers of the host, and pip downloads only named wheels.
+The wheels are those that an extra of pyproject.toml needs. The module runs on the controller, whose system
+and Python may differ from those of the hosts. The packages are the ones in requirements/hashes.txt whose
+markers hold for the host. pip downloads these packages in these versions, and resolves no dependencies.
 """
 
 from __future__ import annotations
@@ -96,10 +97,11 @@ class Wheelhouse:
                 )
 
     def update(self, check_mode: bool) -> bool:
-        """Make the missing wheels in a folder beside the wheelhouse, then move them in and write the lock.
+        """Download and build the missing wheels beside the wheelhouse, move them into it and write its lock.
 
-        Returns whether anything differs. check_mode: download and move nothing. Raises ValueError for an
-        altered wheel, which is never replaced silently.
+        Returns whether the wheelhouse was changed, or with `check_mode` would be. check_mode: download
+        nothing and leave the wheelhouse unchanged. Raises ValueError if a wheel cannot be made, or if one was
+        altered: an altered wheel is never replaced silently.
         """
         lock = self.dest / REQUIREMENTS
         old = read_lock(lock) if lock.is_file() else []
@@ -261,7 +263,10 @@ class Wheelhouse:
 
 
 def needs(lines: list[str], markers: dict[str, str]) -> list[tuple[str, Requirement]]:
-    """(normalised name, requirement) for each requirement in `lines` that a host with these markers has."""
+    """The requirements in `lines` whose markers hold on a host, as (normalised name, requirement).
+
+    markers: the marker environment of the host (see markers_of).
+    """
     found = [(canonicalize_name(each.name), each) for each in map(Requirement, lines)]
     return [(name, each) for name, each in found if holds(each, markers)]
 

@@ -105,6 +105,11 @@ def test_a_second_run_asks_for_what_is_missing_only(
     assert fetch(site, out, 4) == 0
     assert requests(site) == [("/shard_00001.parquet", "", "")]
     assert is_whole(out, (0, 1, 2, 3))
+    site.asked.clear()
+    (out / "shards" / "shard_00001.parquet").write_bytes(b"cut")
+    assert fetch(site, out, 4) == 0
+    assert requests(site) == [("/shard_00001.parquet", "", "")]
+    assert is_whole(out, (0, 1, 2, 3))
 
 
 def test_the_validation_shard_may_be_another(site: Site, tmp_path: Path) -> None:

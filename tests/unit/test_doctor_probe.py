@@ -85,7 +85,7 @@ def test_accepted_and_then_silence_is_neither_open_nor_filtered(monkeypatch: pyt
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen(4)
-        assert path(seconds=2).reach(mute.getsockname()[1])["state"] == "silent"
+        assert path(seconds=0.2).reach(mute.getsockname()[1])["state"] == "silent"
 
 
 def test_another_program_is_distinguished_from_a_listener() -> None:

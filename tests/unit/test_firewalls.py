@@ -314,3 +314,20 @@ def test_each_firewall_has_its_own_command() -> None:
     assert permit["ufw"](wanted[:1], "", "nanofleet") == [
         f"sudo ufw prepend allow from 10.0.0.11 to any port {COLON} proto tcp comment nanofleet"
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "low", "high", "holds"),
+    [
+        ("", 22, 22, True),
+        ("22,80-90", 85, 100, True),
+        ("22,80-90", 91, 100, False),
+        ("!22", 22, 22, False),
+        ("!22", 20, 30, True),
+        ("!20:30", 22, 25, False),
+    ],
+)
+def test_a_port_condition_holds_if_it_has_one_of_the_ports(
+    written: str, low: int, high: int, holds: bool
+) -> None:
+    assert firewalls.holds_port(written, low, high) is holds

@@ -1,4 +1,4 @@
-"""The time of a step, its parts, and its distance from the roofline limit of the host."""
+"""Measures the time of a step and of its parts, and compares it with the roofline limit of the host."""
 
 DDP = "ddp"  # kind of the benchmark cases with plain DDP; no sync mode of a run
 SCHEMA = 4  # version of a result file

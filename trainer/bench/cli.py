@@ -34,7 +34,7 @@ SET_HERE = ("num_iterations", "total_batch_size", "depth", "stage", "parent")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of bench, and one for each setting of the run that bench does not set itself."""
+    """Add the options of bench, and an option for each setting of a run that bench does not set itself."""
     for name, default, text in (
         ("--depth", 8, "depth of the model; several give a table (8)"),
         ("--rows", 2, "rows per step and rank; several give a table (2)"),
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def progress_logger(env: RankEnv) -> RunLogger:
-    """A logger of steps, warnings and errors to standard error. Only the result goes to standard output."""
+    """A logger that prints steps, warnings and errors to standard error, because the result uses stdout."""
     log = RunLogger(env)
     log.handlers = [logging.StreamHandler(sys.stderr)]
     log.addFilter(lambda record: record.levelno > logging.INFO or getattr(record, "event", "") == "step")
@@ -68,7 +68,10 @@ def progress_logger(env: RankEnv) -> RunLogger:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`bench`: measure each depth with each number of rows; returns the exit code. Raises ConfigError."""
+    """`bench`: measure each depth with each number of rows; returns the exit code.
+
+    Raises ConfigError if an option is invalid, or if options exclude each other.
+    """
     if min(*args.depth, *args.rows, args.steps) < 1:
         raise ConfigError("--depth, --rows and --steps take whole numbers from 1.")
     env = RankEnv.from_environment()
@@ -118,7 +121,10 @@ def _measure(args: argparse.Namespace, env: RankEnv) -> int:
 
 
 def run_file_from(args: argparse.Namespace, env: RankEnv) -> RunFile:
-    """The run file of --run-file, or one for the measured run from the options. Raises ConfigError."""
+    """Load the file of --run-file; without this option, make a run file for the measured run.
+
+    Raises ConfigError if the file cannot be used, or if an option is invalid.
+    """
     if args.run_file:
         return RunFile.load(args.run_file)
     shares = parse_shares(args.shares)

@@ -1,13 +1,13 @@
-"""Plain DDP as a benchmark case: what one writes by hand, without a sync mode of this package.
+"""Plain DDP as a benchmark case: PyTorch's DistributedDataParallel without a sync mode of this package.
 
     torchrun --nproc-per-node 2 -m trainer bench --ddp
 
 The model, batches, number formats and optimizer are those of the other cases, and so is the process group:
 Gloo on the interface of the fleet, NCCL on GPUs. torch.nn.parallel.DistributedDataParallel reduces whole
-gradients while backward runs, and every rank takes the whole optimizer step: no owner ranks, nothing sent
-after the step. Its ranks hold equal parameters as far as their processors round alike.
+gradients while backward runs, and every rank takes the whole optimizer step: there are no owner ranks, and
+nothing is sent after the step. The ranks hold equal parameters only as far as their processors round alike.
 
-It is no sync mode: `RunConfig.sync` refuses it, and a run cannot be trained with it.
+Plain DDP is no sync mode: `RunConfig.sync` refuses it, and a run cannot be trained with it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from trainer.sync.mode import SyncMode
 class PlainDDP(SyncMode):
     """Plain DDP in the form of a sync mode, for the benchmark case `ddp`.
 
-    module: DistributedDataParallel around `model`, which is called instead of `model`. DDP makes each
-    gradient the mean over the ranks, so the summed loss of a rank needs the factor `loss_scale` before
-    backward. group: the ranks. optimizer: steps all parameters on each rank.
+    The attribute `module` is DistributedDataParallel around `model`; the training loop calls it instead of
+    `model`. DDP makes each gradient the mean over the ranks, so the summed loss of a rank needs the factor
+    `loss_scale` before backward. group: the ranks. optimizer: updates all parameters on each rank.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class PlainDDP(SyncMode):
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def loss_scale(self, tokens: int) -> float:
-        """The factor of a rank's summed loss: DDP then computes the gradient of the mean loss of all tokens.
+        """The factor for a rank's summed loss with which DDP computes the gradient of the mean loss.
 
-        tokens: of the step, over all ranks.
+        The mean is over all tokens of the step. tokens: number of tokens of the step over all ranks.
         """
         return self._group.world_size / tokens
 
@@ -63,9 +63,10 @@ class PlainDDP(SyncMode):
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Context of the last backward of a step, in which DDP reduces the gradients. Raises PeerLost.
+        """Context of the last backward of a step, in which DDP reduces the gradients.
 
-        At its end, the bytes that this rank sends in a step are added to `bytes_sent` of the group.
+        At its end, the bytes that this rank sends in a step are added to `bytes_sent` of the group. Raises
+        PeerLost if the reduction of the gradients fails.
         """
         self._unfinished = len(self._parameters)
         try:
@@ -107,7 +108,7 @@ class PlainDDP(SyncMode):
 class DDPTrainer(BenchTrainer):
     """Measures the steps of plain DDP on several ranks; arguments as for BenchTrainer.
 
-    Raises ConfigError for a batch split by speed.
+    The constructor raises ConfigError if the run file asks for a batch split by speed (shares=auto).
     """
 
     sync: PlainDDP
@@ -131,10 +132,10 @@ class DDPTrainer(BenchTrainer):
         return DDP
 
     def forward_backward(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
-        """Accumulate the gradients of this rank's rows (rows, T); returns the sum of their losses in nats.
+        """Accumulate the gradients of this rank's rows; returns the sum of the losses of these rows in nats.
 
-        As in Trainer, but DDP reduces the gradients in the last micro-batch. In the micro-batches before it,
-        gradients are only accumulated (`no_sync`).
+        idx_BT, targets_BT: as for Trainer.forward_backward. DDP reduces the gradients in the last
+        micro-batch. In the micro-batches before it, gradients are only accumulated (`no_sync`).
         """
         total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
         size = self.setup.micro_batches[self.env.rank]

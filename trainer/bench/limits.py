@@ -1,7 +1,7 @@
-"""The roofline limit of a step: its operations over the measured GEMM rate and copy bandwidth.
+"""The roofline limit of a step: its operations divided by the measured GEMM rate and copy bandwidth.
 
     work = count_operations(model, optimizer, owned, tokens)
-    rates = measure(compute_dtype, device)               # in the process that steps, with its threads
+    rates = measure(compute_dtype, device)               # in the process that trains, with its threads
     seconds = work.seconds(rates)
 
 The limit counts the GEMMs of the model and of Muon at the rate of one large GEMM, and the bytes that AdamW
@@ -48,8 +48,8 @@ class StepOperations:
     """The operations of one rank in a step, from which the roofline limit follows.
 
     model_flops: FLOPs of forward and backward of the model.
-    muon_flops: FLOPs of Muon: five Polar Express iterations for each matrix, as the optimizer is defined. For
-        long matrices in float32, Muon computes fewer FLOPs, because it iterates on the smaller Gram matrix.
+    muon_flops: FLOPs of Muon by its definition: five Polar Express iterations for each matrix. For long
+        matrices in float32, Muon computes fewer FLOPs, because it iterates on the smaller Gram matrix.
     adamw_bytes: bytes that AdamW reads and writes.
     """
 
@@ -65,8 +65,8 @@ class StepOperations:
 def count_operations(model: GPT, optimizer: MuonAdamW, owned: Collection[str], tokens: int) -> StepOperations:
     """Count the operations of a rank in a step.
 
-    model, optimizer: of the rank. owned: names of the matrices that Muon steps on this rank. tokens: tokens
-    of this rank in a step.
+    model, optimizer: of the rank. owned: names of the matrices that Muon updates on this rank. tokens: number
+    of tokens of this rank in a step.
     """
     matrices = optimizer.muon_parameters()
     of_muon = {id(matrix.parameter) for matrix in matrices}
@@ -79,7 +79,7 @@ def count_operations(model: GPT, optimizer: MuonAdamW, owned: Collection[str], t
 
 
 def iterated_flops(rows: int, cols: int) -> int:
-    """FLOPs of the Polar Express iterations of Muon on a (rows, cols) matrix, without the Gram matrix."""
+    """FLOPs of Muon's Polar Express iterations on a (rows, cols) matrix itself, not on its Gram matrix."""
     m, n = min(rows, cols), max(rows, cols)
     return len(POLAR_EXPRESS) * (4 * m * m * n + 2 * m**3)
 

@@ -1,7 +1,7 @@
-"""Measure GEMM rates and all-reduces over Gloo for some seconds before any run, and predict a step of it.
+"""Measure GEMM rates and all-reduces over Gloo for some seconds before a run, and predict a step of the run.
 
-Prints one JSON object a line; the last line counts. All hosts run it at the same time. GLOO_SOCKET_IFNAME and
-OMP_NUM_THREADS apply. Example:
+Prints one JSON object a line; the last line is the result. All hosts run it at the same time.
+GLOO_SOCKET_IFNAME and OMP_NUM_THREADS apply. Example:
 
     python -m trainer.bench.rehearsal '{"hosts": ["tower", "laptop"], "rank": 0, "master": "10.0.0.1",
                                         "port": 29500, "rounds": [[[0, 1]]]}'
@@ -72,10 +72,9 @@ def mbit(link: Link) -> float:
 
 
 def gemm_gflops(rates: Mapping[torch.dtype, float]) -> dict[str, float]:
-    """GEMM rates of all threads of this process in GFLOP/s: {name of the dtype: rate}.
+    """Measure GEMM rates with all threads of this process; returns {name of the dtype: rate in GFLOP/s}.
 
-    rates: {dtype: rate of one core in FLOP/s}; its keys are measured, and its rates select the size of the
-    GEMM.
+    rates: {dtype to measure: GEMM rate of one core in FLOP/s}. A dtype with a low rate gets a small GEMM.
     """
     found = {}
     for dtype, one_core in rates.items():
@@ -85,7 +84,7 @@ def gemm_gflops(rates: Mapping[torch.dtype, float]) -> dict[str, float]:
 
 
 def join(part: Mapping[str, Any]) -> dist.TCPStore:
-    """Connect to the rendezvous store and join the process group of all hosts.
+    """Connect to the rendezvous store and join the process group of all hosts; returns the store.
 
     part: as for `rehearse`.
     """
@@ -96,9 +95,10 @@ def join(part: Mapping[str, Any]) -> dist.TCPStore:
 
 
 def all_reduces(part: Mapping[str, Any]) -> tuple[Link, dict[str, float]]:
-    """Measure all-reduces: (the link of all hosts, {"A-B": effective bandwidth of two ranks in Mbit/s}).
+    """Measure all-reduces of all hosts together and of pairs of hosts.
 
-    part: as for `rehearse`.
+    Returns (link of all hosts, {"A-B": effective bandwidth between the ranks A and B in Mbit/s}). The dict
+    has the pairs that contain this rank. part: as for `rehearse`.
     """
     rank, size = part["rank"], len(part["hosts"])
     link = Ranks(size).link()
@@ -122,9 +122,10 @@ def predicted_step(
 ) -> dict[str, Any] | None:
     """The predicted step of the run (see step_prediction) on rank 0; None on other ranks. All ranks call it.
 
-    part: as for `rehearse`. store: the rendezvous store. link: of all hosts. rates: {dtype: GEMM rate of
-    one core in FLOP/s}. gflops: of all threads, by dtype. Raises ConfigError if the settings of the run do
-    not fit these hosts, and RuntimeError if a rank publishes no speed in time.
+    part: as for `rehearse`. store: the rendezvous store. link: the link of all hosts. rates: {dtype: GEMM
+    rate of one core in FLOP/s}. gflops: {name of the dtype: GEMM rate of all threads in GFLOP/s}. Raises
+    ConfigError if the settings of the run do not fit these hosts. Raises RuntimeError if a rank publishes no
+    speed in time, or if all ranks would compute on GPUs.
     """
     hosts, config = part["hosts"], RunConfig.from_strings(part.get("config") or {})
     plan = make_plan(config, VOCAB_SIZE, len(hosts))
@@ -151,10 +152,11 @@ def predicted_step(
 
 
 def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None]) -> None:
-    """Measure this host together with the others, and call `report` with the results so far, twice.
+    """Measure this host together with the other hosts, and call `report` with the results.
 
-    The first call comes before a step is predicted, the second after it. The dict `part` has the keys
-    hosts: names of the hosts, in rank order. rank: of this host.
+    `report` is called before a step is predicted, and again afterwards. With one host, or after an error, it
+    is called once. The dict `part` has the keys
+    hosts: names of the hosts, in rank order. rank: rank of this host.
     master, port: address and port of the rendezvous store, on the first host.
     rounds: lists of pairs of ranks; the pairs of a list all-reduce at the same time.
     config: settings of the run, by the names of RunConfig's fields.
@@ -162,9 +164,9 @@ def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None
     hosts: as in `part`. gemm_gflops: {name of the dtype: GFLOP/s of all threads}.
     allreduce_mbit: effective bandwidth of all hosts in Mbit/s; None if it was not measured.
     pairs: {"A-B": effective bandwidth of two ranks in Mbit/s}.
-    error: why it failed, "" if it did not.
+    error: why the measurement failed; "" if it succeeded.
     predicted: on rank 0, the predicted step (see step_prediction); else None.
-    prediction_error: why the prediction failed, "" if it did not.
+    prediction_error: why the prediction failed; "" if it succeeded.
     """
     found: dict[str, Any] = {
         "hosts": part["hosts"], "gemm_gflops": {}, "allreduce_mbit": None, "pairs": {}, "error": "",
@@ -191,7 +193,7 @@ def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None
 
 
 def first_line(error: Exception) -> str:
-    """The first line of the message of `error`, or the name of its class."""
+    """The first line of the message of `error`, or the name of its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 

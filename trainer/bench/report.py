@@ -1,16 +1,16 @@
-"""The report of several measurements: throughput, ratio to the single-host baseline, and its upper bound.
+"""The report of several measurements: throughput, ratio to the single-host baseline, bound of this ratio.
 
 python -m trainer.bench.report FOLDER --out OUT [--link-mbit 1000] [--tracker-uri http://tower:5000]
 
 FOLDER has CASE.json for each benchmark case, as `python -m trainer bench` writes it. OUT gets bench.md,
 bench.json and bench.png.
 
-The first table has a line for each case: 1 process, several on one host, all hosts, a GPU. The factor over
-plain DDP compares a case of all hosts with the case `ddp` of the same hosts, tokens and number format.
+The first table has a line for each case: 1 process, several processes on one host, all hosts, a GPU. The
+factor over plain DDP compares a case with the case `ddp` of the same hosts, tokens and number format.
 
-The baseline has the same tokens per step as all ranks together; for `local` it has those of one rank. The
-bound of the ratio is baseline step / max(baseline step with the rows of one rank, bytes sent / bandwidth of
-an all-reduce).
+The baseline has as many tokens per step as all ranks together; for `local` it has as many as one rank. The
+upper bound of the ratio is seconds of a baseline step / max(seconds of a baseline step with the rows of one
+rank, bytes sent / bandwidth of an all-reduce).
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ LOGGED = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report of all measurements in a folder; returns the exit code. argv: without the program."""
+    """Write the report of all measurements in a folder; returns the exit code.
+
+    argv: the command line without the program name; None: the command line of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m trainer.bench.report", description="Report measurements."
     )
@@ -100,12 +103,15 @@ def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
 
     results: {case: content of its result file}.
     link_mbit: rate of the link in Mbit/s; 0: as the network cards report it.
-    A row has the keys COPIED of the result, and case, ranks (number), hosts, format, device, step_seconds,
-    predicted_seconds, tok_per_s, share_of_limit, peak_rss (bytes), gemm (FLOP/s, by rank) and cpu_share. With
-    several ranks it also has payload (bytes that a rank sends in a step), payload_by_interface, goodput
-    (bytes/s), reduce_seconds, reduce_measured and link_seconds. If the other case was measured, it has ratio
-    (to the single-host baseline), bound (of this ratio), share_of_bound and bound_by, and over_ddp (factor
-    over the case `ddp`).
+    Each row has the keys in COPIED, copied from the result, and case, ranks (a number), hosts, format,
+    device, step_seconds, predicted_seconds, tok_per_s, share_of_limit, peak_rss (bytes), gemm (FLOP/s, by
+    rank) and cpu_share.
+    With several ranks: payload (bytes that a rank sends in a step), payload_by_interface (the same by the
+    counter of the interface), goodput (effective bandwidth in bytes/s), and the seconds that the payload
+    takes: reduce_seconds (computed from goodput), reduce_measured (measured), link_seconds (computed from the
+    rate of the link).
+    If the single-host baseline was measured: ratio (to this baseline), bound (of this ratio), share_of_bound,
+    bound_by. If the case `ddp` was measured: over_ddp (factor over it).
     """
     rows = []
     for name, result in results.items():
@@ -325,7 +331,7 @@ TRANSFERS: Columns = {
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Plot the tokens per second of each case to `path`, with a red mark at a known upper bound.
+    """Plot the tokens per second of each case to `path`; a red mark shows the upper bound, if it is known.
 
     rows: the result of `compare`.
     """
@@ -349,7 +355,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:
     """Create a run on the MLflow server at `uri` with the figures of each case and the files of the report.
 
-    folder: has bench.md, bench.json and bench.png. rows: the result of `compare`.
+    folder: the folder with bench.md, bench.json and bench.png. rows: the result of `compare`.
     """
     import mlflow
 

@@ -1,4 +1,4 @@
-"""Predict a step of a run from a few seconds of measurement, before the run and without its data.
+"""Predict the seconds of a step of a run from a short measurement, before the run and without its data.
 
     plan = make_plan(config, VOCAB_SIZE, len(hosts))
     speed = sample_speed(plan.model, torch.float32, flops_rate=75e9)       # on every host at the same time
@@ -33,10 +33,10 @@ LEAST_TOKENS = 64  # of a sampled row
 
 @dataclass(frozen=True)
 class Operations:
-    """How much is computed in the seconds of a Speed, by which they are scaled to another model.
+    """The amount of work behind each field of a Speed, with which its seconds are scaled to another model.
 
     row: FLOPs of forward and backward of one row. muon: FLOPs of Muon's updates. adamw: number of parameters
-    that AdamW steps.
+    that AdamW updates.
     """
 
     row: int
@@ -63,7 +63,7 @@ def _build(shape: GPTConfig, device: str) -> tuple[GPT, MuonAdamW]:
 
 
 def sampled_shape(shape: GPTConfig, flops_rate: float) -> GPTConfig:
-    """A smaller shape that is timed instead of `shape`, with its width and vocabulary.
+    """The shape of a smaller model to time, with the width and vocabulary of `shape`.
 
     flops_rate: the GEMM rate of this host in FLOP/s.
     """
@@ -78,7 +78,7 @@ def sampled_shape(shape: GPTConfig, flops_rate: float) -> GPTConfig:
 def sample_speed(shape: GPTConfig, compute_dtype: torch.dtype, flops_rate: float) -> Speed:
     """The predicted Speed of this host for a model of `shape`, from timing a smaller model.
 
-    compute_dtype: of the GEMMs. flops_rate: the GEMM rate of this host in FLOP/s.
+    compute_dtype: number format of the GEMMs. flops_rate: the GEMM rate of this host in FLOP/s.
     """
     model, optimizer = _build(sampled_shape(shape, flops_rate), "cpu")
     model.compute_dtype = optimizer.compute_dtype = compute_dtype
@@ -96,15 +96,15 @@ def predict(
 ) -> dict[str, Any]:
     """The predicted step of a run, as JSON values.
 
-    config, plan: settings and plan of the run. speeds: by rank. link: between the ranks. hosts: names by
-    rank. The result has
-    depth, total_batch_size: of the run, the latter in tokens.
-    sync: the mode that the run would use.
+    config, plan: settings and plan of the run. speeds: the Speed of each rank. link: the link between the
+    ranks. hosts: the host name of each rank. The result has the keys
+    depth, total_batch_size: settings of the run; total_batch_size is in tokens.
+    sync: the sync mode that the run would use.
     modes: {sync mode: {"step_s": seconds of a step, "network_s": seconds of the transfers in it, including
         those that computation hides}}.
-    alone: the single-host baseline, {"host": its name, "step_s": seconds of a step}.
+    alone: the single-host baseline, {"host": name of the host, "step_s": seconds of a step}.
     speeds: for each rank the fields of its Speed, as a dict.
-    advice: settings that make a step faster, the least change first.
+    advice: settings that make a step faster, such as "sync=exact", the least change first.
     Transfers are predicted as if all tokens of a step were different: the most that a step can send.
     """
     model, optimizer = _build(plan.model, "meta")

@@ -1,12 +1,12 @@
-"""Measures training steps: the same training loop, without evaluation, checkpoints and tracker.
+"""Measures training steps, with the training loop of a run but without evaluation, checkpoints and tracker.
 
     trainer = BenchTrainer(run_file, data_dir, run_dir, env, attempt, log)
     trainer.run()
     trainer.result                                                          # on rank 0, else {}
 
 The first WARM_STEPS steps are not measured. GEMM rate and copy bandwidth are measured in the same
-process before, between and after the steps, since the speed of a host changes within a minute. Ranks measure
-at the same time, between steps without transfers in flight. With several ranks the effective bandwidth of an
+process before, between and after the steps, since the speed of a host changes within a minute. All ranks
+measure them at the same time, when no transfer is in flight. With several ranks the effective bandwidth of an
 all-reduce is measured too.
 """
 
@@ -75,8 +75,11 @@ class BenchTrainer(Trainer):
     run_file, run_dir, env: as for Trainer. data_dir: None for synthetic rows. After `run`, the attribute
     `result` on rank 0 is the content of a result file; {} on the other ranks. Its main keys are
     depth, sequence_len, tokens (of a step), shares (rows by rank), sync, world_size, hosts (by rank).
-    steps: number of measured steps. step_seconds: their median; step_seconds_all: of each.
-    tok_per_s, share_of_limit, split ({phase: seconds of a step}), predicted_seconds.
+    steps: number of measured steps.
+    step_seconds: median seconds of a step. step_seconds_all: seconds of each measured step.
+    tok_per_s: tokens per second. share_of_limit: result of the function of this name.
+    split: {phase: median seconds of this phase in a step}.
+    predicted_seconds: seconds of a step by the cost model; None if nothing was predicted.
     ranks: for each rank a dict with host, device, compute_dtype, threads, rows, rates, peak_rss, counted, and
         others.
     """
@@ -98,7 +101,7 @@ class BenchTrainer(Trainer):
 
     @property
     def sync_name(self) -> str:
-        """The sync mode of the case, "" with one rank."""
+        """The sync mode of the benchmark case; "" with one rank."""
         return self.setup.placement.sync if self.env.world_size > 1 else ""
 
     def train(self) -> bool:

@@ -97,8 +97,8 @@ RESULTS: Columns = {
 def table(rows: Sequence[Result], columns: Columns = RESULTS) -> str:
     """A Markdown table with a line for each of `rows`.
 
-    rows: results of measurements (see BenchTrainer), or rows of `compare`. columns: {heading: function of a
-    row that returns the text of the cell}.
+    rows: results of measurements (see BenchTrainer), or rows that `trainer.bench.report.compare` returns.
+    columns: {heading: function of a row that returns the text of the cell}.
     """
     return markdown_table([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])
 

@@ -1,4 +1,4 @@
-"""Turns the tokens of an answer into text as they come, and into the parts of a conversation's message.
+"""Converts the tokens of an answer, while they are generated, to text and to the parts of a stored message.
 
 answer = Answer(tokenizer); piece = answer.add(token); answer.parts
 """
@@ -21,8 +21,9 @@ MARKS = {  # special token: (what it begins, what it shows)
 class Answer:
     """An answer of a model while it is generated.
 
-    text: what a person reads; a call of the calculator is shown as `EXPRESSION` = RESULT.
-    parts: the parts of the stored message, each {"type": text, python or python_output, "text": its text}.
+    text: the text to show; a call of the calculator is shown as `EXPRESSION` = RESULT.
+    parts: the parts of the message in a conversation, each {"type": "text", "python" or "python_output",
+        "text": the text of the part}.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -50,7 +51,7 @@ class Answer:
         return self.text[before:]
 
     def end(self) -> str:
-        """End the answer; returns the text of the bytes that are still kept, which are no whole character."""
+        """End the answer; returns the rest of its text: an incomplete character is shown as U+FFFD."""
         before = len(self.text)
         if self._ids:
             text = self.tokenizer.decode(self._ids)

@@ -1,12 +1,12 @@
-"""Generation with a KV cache: several sequences of different length decode together, a token each a step.
+"""Generation with a KV cache: sequences of different length decode together, one token each in a step.
 
     engine = Engine(model, Tools.of(tokenizer))
     sequence = engine.start(prompt_ids, Sampling(temperature=0))
     while not sequence.done:
         for token in engine.step([sequence])[0]: ...
 
-Prompts are computed in pieces, so that a long one does not delay the others. After <|python_end|> the result
-of the calculator is forced into the sequence.
+Prompts are computed in pieces, so that a long prompt does not delay the other sequences. After
+<|python_end|>, which ends a call of the calculator, the tokens of the result are appended and not drawn.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Sampling:
     """How the tokens of an answer are drawn, and how many.
 
     temperature: 0 takes the most likely token; the higher, the more varied.
-    top_k: draw from so many most likely tokens; 0: from the whole vocabulary.
-    max_tokens: the most tokens of the answer.
-    seed: of the draws; None: another one for each answer.
+    top_k: draw from the `top_k` most likely tokens; 0: from the whole vocabulary.
+    max_tokens: the maximum number of tokens of the answer.
+    seed: the seed of the draws; None: a random seed for each answer.
     """
 
     temperature: float = 0.6
@@ -50,12 +50,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Tools:
-    """What the engine needs of a tokenizer: its special tokens, and the tokens of a calculation's result.
+    """The special tokens that the engine needs, and the calculator that the model can call.
 
-    tokenizer: the tokenizer.
+    tokenizer: the tokenizer of the model.
     stop: ids of the tokens that end an answer.
     python: ids of the tokens before and after a call of the calculator; None: the tokenizer lacks them.
-    output: ids of the tokens before and after its result; None: the tokenizer lacks them.
+    output: ids of the tokens before and after the calculator's result; None: the tokenizer lacks them.
     """
 
     tokenizer: Tokenizer
@@ -65,7 +65,7 @@ class Tools:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Tools:
-        """The tools for `tokenizer`. They have no calculator if its tokens for Python calls are missing."""
+        """The tools for `tokenizer`, without a calculator if `tokenizer` lacks the tokens of Python calls."""
         ids = tokenizer.specials
         stop = frozenset(ids[name] for name in (BOS, "<|assistant_end|>") if name in ids)
 
@@ -78,7 +78,8 @@ class Tools:
     def output_of(self, expression: Sequence[int]) -> list[int]:
         """The token ids that follow a call of the calculator: its result between the tokens `output`.
 
-        expression: token ids of the call. Empty if the calculator refuses the expression.
+        expression: token ids of the call. Returns [] if the calculator refuses the expression, or if `output`
+        is None.
         """
         result = calculate(self.tokenizer.decode(expression))
         if result is None or self.output is None:
@@ -90,11 +91,11 @@ class SequenceState:
     """A sequence of tokens that is generated, with its cache.
 
     ids: token ids of the prompt and of the answer so far.
-    prompt_tokens: number of tokens of the prompt.
-    sampling: how tokens are drawn. cache: keys and values of the tokens that are computed.
-    slides: whether a full context loses its older half; if not, the sequence ends there.
-    reason: None while it is generated; "stop" after a token that ends an answer, "length" if max_tokens or
-        the context are used up. The token that ends an answer is not in `ids`.
+    prompt_tokens: the number of tokens of the prompt.
+    sampling: how tokens are drawn. cache: keys and values of the tokens computed so far.
+    slides: True: when the context is full, its older half is dropped; False: the sequence ends.
+    reason: None while the sequence is generated; "stop" after a token that ends an answer, which is not in
+        `ids`; "length" if max_tokens or the context is used up.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, cache: KVCache, slides: bool) -> None:
@@ -124,7 +125,7 @@ class SequenceState:
     def draw(self, logits_V: Tensor) -> int:
         """Draw the id of the next token from the logits (V,), as `sampling` defines.
 
-        It is drawn on the CPU, so that a seed gives the same draws on every device.
+        The draw is made on the CPU, so that a seed gives the same draws on every device.
         """
         logits_V, sampling = logits_V.cpu(), self.sampling
         if sampling.temperature == 0:
@@ -142,8 +143,8 @@ class Engine:
     """Generates tokens with a model.
 
     model: the model. tools: special tokens and the calculator; None: no token ends a sequence, and there is
-    no calculator. piece: the most tokens of a prompt in one model call. stop: ids of the tokens that end an
-    answer, from `tools`.
+    no calculator. piece: the maximum number of tokens of a prompt in one model call. stop: ids of the tokens
+    that end an answer, from `tools`.
     """
 
     model: GPT
@@ -160,11 +161,11 @@ class Engine:
         return self.model.config.sequence_len
 
     def start(self, prompt: Sequence[int], sampling: Sampling, slides: bool = False) -> SequenceState:
-        """Begin a sequence that continues `prompt`, token ids; returns it. Nothing is computed yet.
+        """Create the state of a sequence that continues `prompt`, token ids. `step` computes its tokens.
 
-        sampling: how tokens are drawn. slides: whether a full context loses its older half; if not, the
-        sequence ends there. Raises ContextOverflowError if the prompt fills the context and the sequence
-        does not slide.
+        sampling: how tokens are drawn. slides: True: when the context is full, its older half is dropped;
+        False: the sequence ends. Raises ContextOverflowError if the prompt fills the context and `slides` is
+        False, ValueError if the prompt is empty.
         """
         if not prompt:
             raise ValueError("a prompt has at least one token")
@@ -182,8 +183,8 @@ class Engine:
         """Advance each sequence by one model call; returns a list of new token ids for each sequence.
 
         A sequence whose prompt is not computed yet has a model call of its own for the next piece of the
-        prompt. All others share one call, which gives each of them a token. The list of a sequence is empty
-        while its prompt is not complete, and when the sequence ends.
+        prompt. All other sequences share one call, which gives each of them a token. The list of a sequence
+        is empty while the prompt is not complete, if the drawn token ends the answer, and after the end.
         """
         logits: dict[int, Tensor] = {}
         decoding: list[int] = []

@@ -1,4 +1,4 @@
-"""A checkpoint that is ready to answer: engine, tokenizer, and which run and step it is.
+"""Loads a checkpoint for generation: an engine, the tokenizer, and the run and step of the checkpoint.
 
 loaded = load(find_checkpoint(None, run_dir), "auto"); loaded.engine; loaded.name == "d8-1a2b3c4d, step 500"
 """
@@ -26,9 +26,9 @@ NOTICE = "This model is not fine-tuned on conversations, so it continues text ra
 class Loaded:
     """A checkpoint in memory that is ready to answer.
 
-    engine, tokenizer: generate answers.
-    checkpoint: its directory. run_id, step: the run and the step that it is of.
-    fine_tuned: whether its run is of stage sft, trained on conversations.
+    engine: generates the tokens of an answer. tokenizer: converts text to tokens and back.
+    checkpoint: the directory of the checkpoint. run_id, step: the run and the step that it belongs to.
+    fine_tuned: whether the run has the stage sft, in which a model is trained on conversations.
     dtype: format of the weights: float32, bfloat16 or int8.
     """
 
@@ -47,9 +47,9 @@ class Loaded:
 
 
 def load_from(args: argparse.Namespace) -> Loaded:
-    """Load the model of --checkpoint or --run-dir. args: options of add_model_arguments.
+    """Load the checkpoint that --checkpoint or --run-dir names. args: the options of `add_model_arguments`.
 
-    Raises ConfigError or DataError.
+    Raises ConfigError if --threads is negative or there is no checkpoint. Also raises the errors of `load`.
     """
     if args.threads < 0:
         raise ConfigError(f"--threads is {args.threads}: it must be 0 or more.")
@@ -69,9 +69,11 @@ def newest_in(run_dir: Path) -> Path:
 
 
 def load(checkpoint: Path, dtype: str) -> Loaded:
-    """Load and verify the checkpoint in a directory. dtype: format of the weights, as for `set_format`.
+    """Load and verify a checkpoint.
 
-    Raises ConfigError or DataError.
+    checkpoint: the directory of the checkpoint. dtype: format of the weights, as for `set_format`. Raises
+    ConfigError if the checkpoint is missing or damaged, DataError if its tokenizer cannot be loaded or lacks
+    a special token of conversations.
     """
     meta = read_meta(checkpoint, files=())
     model, tokenizer = load_model(checkpoint)

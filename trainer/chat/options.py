@@ -11,7 +11,7 @@ FORMATS = ("auto", "float32", "bfloat16", "int8")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --checkpoint or --run-dir, --dtype and --threads."""
+    """Add the options --checkpoint, --run-dir, --dtype and --threads to `parser`."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--checkpoint", type=Path, metavar="DIR", help="a step_NNNNNN directory")
     which.add_argument("--run-dir", type=Path, metavar="DIR", help="a run: its newest checkpoint")

@@ -1,8 +1,9 @@
 """The format of the weights while generating: float32, bfloat16, or int8 with a scale for each row.
 
-Generating a token reads every weight once, so its time is that of reading memory: half the bytes take half
-the time where the processor computes in the format fast. Embeddings are looked up and keep their format.
-int8 rounds each weight to 1/127 of the largest one of its row: the error is at most 0.4 % of that one.
+Generating a token reads every weight once and is limited by memory bandwidth: half the bytes take half the
+time, if the processor computes fast in the format. Embeddings are looked up and keep their format.
+int8 rounds each weight to a multiple of 1/127 of the largest weight in its row: the error is at most 0.4 % of
+that largest weight.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Int8Linear(nn.Module):
     """A linear layer without a bias whose weight is int8, with a float scale for each row.
 
     weight_OI: the weight to convert, (outputs, inputs). weight: int8, (outputs, inputs). scale: float,
-    (outputs,); weight * scale is the converted weight.
+    (outputs,). weight * scale[:, None] approximates weight_OI.
     """
 
     weight: Tensor
@@ -45,9 +46,9 @@ class Int8Linear(nn.Module):
 
 @torch.no_grad()
 def set_format(model: GPT, name: str) -> str:
-    """Convert the weights of the large matrices of `model`; returns the format.
+    """Convert the weights of the large matrices of `model`; returns the name of their new format.
 
-    name: float32, bfloat16 or int8; auto: the result of `fastest`.
+    name: float32, bfloat16 or int8; auto: the format that `fastest` returns.
     """
     chosen = fastest(model) if name == "auto" else name
     if chosen == "bfloat16":
@@ -67,7 +68,7 @@ def set_format(model: GPT, name: str) -> str:
 
 
 def fastest(model: GPT) -> str:
-    """float32 or bfloat16: the format in which a GEMM of the model's MLP is faster for one token."""
+    """Measure which format is faster for one token in the model's MLP; returns "float32" or "bfloat16"."""
     width = model.config.n_embd
     seconds = {}
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):

@@ -1,4 +1,4 @@
-"""Chat with a model in a terminal; --prompt answers once.
+"""The chat with a model in a terminal. With --prompt, the model answers once.
 
 python -m trainer chat --run-dir runs/mine
 python -m trainer chat --checkpoint runs/mine/checkpoints/step_000100 --prompt "Why is the sky blue?"
@@ -37,9 +37,10 @@ class Chat:
         self.messages: Conversation = []
 
     def ask(self, text: str) -> None:
-        """Print the answer to `text` as it comes. Ctrl-C stops it and keeps what has come.
+        """Print the answer to `text` while it is generated. Ctrl-C stops it and keeps the part so far.
 
-        Raises ContextOverflowError; the question is then not part of the conversation.
+        Raises ContextOverflowError if the conversation with `text` leaves no room for an answer; `text` is
+        then not added to the conversation.
         """
         asked: Conversation = [*self.messages, {"role": "user", "content": text}]
         engine, answer = self.loaded.engine, Answer(self.loaded.tokenizer)
@@ -54,7 +55,7 @@ class Chat:
         self.messages.append({"role": "assistant", "content": answer.parts})
 
     def command(self, line: str) -> bool:
-        """Carry out a command of the chat, such as "/clear"; returns whether the chat continues."""
+        """Run a command of the chat, such as "/clear"; returns False if the command ends the chat."""
         name, _, value = line.partition(" ")
         match name:
             case "/quit" | "/exit":
@@ -100,9 +101,9 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def run_chat(args: argparse.Namespace) -> int:
-    """`chat`: chat until the person ends it, or answer --prompt; returns the exit code 0.
+    """Run the subcommand `chat`: chat until the person ends it, or answer --prompt; returns the exit code 0.
 
-    Raises ConfigError.
+    Raises ConfigError if an option is invalid or --prompt is too long. Also raises the errors of `load_from`.
     """
     sampling = Sampling(args.temperature, args.top_k, args.max_tokens, args.seed)
     check_sampling(sampling)

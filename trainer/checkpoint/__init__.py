@@ -1,1 +1,1 @@
-"""Checkpoints: format and storage, background writer, per-rank state."""
+"""Checkpoints: format and storage, background writer, copies on other hosts, state of single ranks."""

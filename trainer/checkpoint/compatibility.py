@@ -20,8 +20,8 @@ DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # another release may name the s
 def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_id: str) -> None:
     """Raise ConfigError or DataError if imported weights do not fit the model or tokenizer of the run.
 
-    state: the imported checkpoint. model: the model of the run. hashes: those of its data, as in Dataset.
-    run_id: of the run, for the message.
+    state: the imported checkpoint. model: the model of the run. hashes: hashes of the run's data, as in
+    Dataset. run_id: name of the run, for the message.
     """
     saved = state.meta["model_config"]
     differing = [
@@ -45,8 +45,9 @@ def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_
 def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
     """Raise ConfigError or DataError if the checkpoint `state` is not one of this run.
 
-    It must have the same run_id, settings of section `identity`, and data. config, run_id: settings and name
-    of the run. hashes: those of its data, as in Dataset.
+    The checkpoint must have the run_id, the settings of section `identity` and the data of the run. Its
+    run_id may differ if the checkpoint was imported, or if both names are default names. config, run_id:
+    settings and name of the run. hashes: hashes of the run's data, as in Dataset.
     """
     started = str(state.meta.get("run_id", run_id))
     by_default = DEFAULT_NAME.fullmatch(started) and DEFAULT_NAME.fullmatch(run_id)
@@ -72,9 +73,10 @@ def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], 
 def planned_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: int) -> int:
     """The number of steps of a run that resumes from a checkpoint.
 
-    meta: content of the checkpoint's meta.json. config: settings of the run. num_iterations: the steps that
-    this release derives from them. The result is the number in `meta`, because another release may derive
-    another one. If a setting of section `horizon` has changed, it is `num_iterations`.
+    meta: content of the checkpoint's meta.json. config: settings of the run. num_iterations: the number of
+    steps that this release derives from `config`. The result is the number in `meta`, because another release
+    may have derived another number. It is `num_iterations` if a setting of section `horizon` has changed, or
+    if `meta` has no number of steps.
     """
     if "num_iterations" not in meta or config.differences(RunConfig.from_strings(meta["config"]), HORIZON):
         return num_iterations
@@ -84,8 +86,9 @@ def planned_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: in
 def describe_changes(state: State, config: RunConfig, num_iterations: int, run_id: str) -> str:
     """Sentences on the changes in a run that resumes from `state`: more steps, other settings; "" for none.
 
-    config, run_id: settings and name of the run. num_iterations: its steps now. Raises ConfigError if the run
-    becomes shorter: its learning rates have followed the longer horizon.
+    config, run_id: settings and name of the run. num_iterations: the number of steps that the run has now.
+    Raises ConfigError if the run would become shorter, because its learning rates have followed the schedule
+    of the longer run.
     """
     before = int(state.meta.get("num_iterations", num_iterations))
     if num_iterations < max(before, state.step):

@@ -5,8 +5,9 @@
     copies.start(newest)                                  # on all ranks, after a step; a thread sends it
     copies.finish(newest)                                 # on all ranks, at the end of the run; not at a stop
 
-The hosts that keep copies are the coordinator, the host `prefers` if it takes part, and the next ones in rank
-order; the first rank of each receives. If a copy fails, a warning is logged, and the run continues.
+The setting checkpoint_copies is the number of hosts that keep each checkpoint: the coordinator, the host
+`prefers` if it takes part, and the next hosts in rank order. The first rank of each host receives the files.
+If a copy fails, a warning is logged, and the run continues.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def first_ranks(peers: Sequence[Peer]) -> list[int]:
 
 
 class CheckpointCopies:
-    """Copies the checkpoints of one attempt. Nothing is sent with one host, or if checkpoint_copies is 1."""
+    """Copies the checkpoints that rank 0 writes in one attempt to other hosts.
+
+    Nothing is sent if the run has one host only, or if checkpoint_copies is 1.
+    """
 
     def __init__(
         self,
@@ -53,9 +57,10 @@ class CheckpointCopies:
     ) -> None:
         """Connect the hosts that keep copies. All ranks call it.
 
-        group: the ranks. folder: the checkpoints of this host. config: has checkpoint_copies, the number of
-        hosts that keep each checkpoint. log: called with each message. alive: called again and again while
-        `finish` waits. prefers: name of the host that keeps copies before others; "" for none.
+        group: the ranks. folder: the folder of the checkpoints on this host. config: has checkpoint_copies,
+        the number of hosts that keep each checkpoint. log: called with each message. alive: called every few
+        seconds while `finish` waits. prefers: name of a host that is chosen before the other hosts; "" for
+        none.
         """
         self._group, self._folder, self._log = group, folder, log
         self._alive = alive
@@ -71,9 +76,9 @@ class CheckpointCopies:
         self._skipped: str | None = None
 
     def is_due(self, newest: str | None) -> bool:
-        """On rank 0, whether to start a copy of its newest checkpoint; False on the other ranks.
+        """On rank 0, whether to start a copy of the newest checkpoint; False on the other ranks.
 
-        newest: the path of this checkpoint, relative to the run directory; None without a checkpoint.
+        newest: path of this checkpoint, relative to the run directory; None if there is no checkpoint.
         """
         if self._link is None or self._group.rank or newest in (None, self._last):
             return False
@@ -106,17 +111,18 @@ class CheckpointCopies:
         self._transfer = Transfer(self._link, self._folder, path)
 
     def stop(self) -> None:
-        """Wait until a copy in progress has given up, after the group was abandoned."""
+        """Wait until a copy in progress has ended. Abandon the group first, which ends the copy."""
         if self._transfer is not None:
             self._transfer.wait()
             if self._group.rank == 0 and not self._transfer.lost:
                 self._report()
 
     def finish(self, newest: str | None) -> None:
-        """Complete a copy in progress, then copy the newest checkpoint. All ranks call it at the end.
+        """Complete a copy in progress, then copy the newest checkpoint.
 
-        newest: on rank 0, path of the checkpoint, as for `is_due`. Waits as long as a slow link takes for the
-        copy. If it is not complete then, logs a warning.
+        All ranks call it at the end of the run. newest: on rank 0, path of the checkpoint, as for `is_due`.
+        Waits for a copy at most as long as a link with SLOWEST_BYTES_A_SECOND needs, plus SETTLE_SECONDS. If
+        the copy is not complete by then, logs a warning.
         """
         if not self._has_copies:
             return
@@ -182,11 +188,11 @@ class CheckpointCopies:
 
 
 def fetch_newer(group: Collectives, folder: Path, run_id: str, config: RunConfig, log: Log) -> None:
-    """If another host has a newer undamaged checkpoint of the run than rank 0, send it to rank 0.
+    """If another host has a newer undamaged checkpoint of the run than rank 0, copy it to rank 0.
 
-    All ranks call it. group: the ranks. folder: the checkpoints of this host. run_id, config: name and
-    settings of the run. log: called with each message. Raises Final if the transfer fails, so that no run
-    continues from an older state unnoticed.
+    All ranks call it. group: the ranks. folder: the folder of the checkpoints on this host. run_id, config:
+    name and settings of the run. log: called with each message. Raises Final if the transfer fails, so that
+    no run continues from an older checkpoint unnoticed.
     """
     leaders = first_ranks(group.peers)
     if config.checkpoint_copies < 2 or len(leaders) < 2:
@@ -228,9 +234,10 @@ def fetch_newer(group: Collectives, folder: Path, run_id: str, config: RunConfig
 
 
 def _newest_verified(folder: Path, run_id: str | None, above: int, log: Log) -> tuple[int, list[Path]]:
-    """(step of the newest undamaged checkpoint above the step `above`, else -1; the damaged ones before it).
+    """Find the newest undamaged checkpoint of a step above `above`.
 
-    run_id: of the run, to leave out checkpoints of others; None: all count.
+    run_id: name of the run, to leave out checkpoints of other runs; None: all count. Returns (its step, or -1
+    if there is none; the newer checkpoints, which are damaged).
     """
     damaged: list[Path] = []
     for path in storage.checkpoints(folder):

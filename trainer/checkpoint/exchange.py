@@ -1,6 +1,6 @@
-"""Transfer of checkpoint state between ranks: optimizer state to rank 0, and the state to all ranks.
+"""Transfer of checkpoint state between ranks: optimizer state to rank 0, and from rank 0 to other ranks.
 
-In transit and in files of one rank, the optimizer state is flat: "PARAMETER/STATE" -> tensor.
+While it is sent, and in the state file of a rank, the optimizer state is flat: {"PARAMETER/STATE": tensor}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Room = Callable[[str, torch.Size, torch.dtype], Tensor]  # PARAMETER/STATE, shap
 
 
 def new_tensor(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """An uninitialised CPU tensor of this shape and dtype; the default of `gather_optimizer`."""
+    """An uninitialised CPU tensor: the default `room` of `gather_optimizer`. path: ignored."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -38,7 +38,7 @@ def flatten(optim: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> dict
 def unflatten(flat: Mapping[str, Tensor], prefix: str = "") -> dict[str, ParameterState]:
     """Optimizer state {parameter name: {state name: tensor}} from the result of `flatten`.
 
-    prefix: the one that `flatten` was given; keys without it are ignored.
+    prefix: the prefix that `flatten` has added; keys without this prefix are ignored.
     """
     optim: dict[str, ParameterState] = {}
     for path, tensor in flat.items():
@@ -53,9 +53,10 @@ def gather_optimizer(
 ) -> dict[str, ParameterState]:
     """Gather the optimizer state of all owner ranks on rank 0: {parameter name: {state name: tensor}}.
 
-    The result is complete on rank 0 only. All ranks call it. group: the ranks. sync: the sync mode, whose own
-    state is included with the prefix COMMON. optimizer: has the state of this rank. room: returns the tensor
-    into which the state of a parameter that is sharded by rows is gathered (`CheckpointWriter.room`).
+    All ranks call it. The result is complete on rank 0 only. group: the ranks. sync: the sync mode. Its own
+    state is included, with the prefix COMMON in each state name. optimizer: the optimizer of this rank.
+    room: called as room("PARAMETER/STATE", shape, dtype) for each state that is sharded by rows; returns the
+    CPU tensor into which the rows are gathered, such as `CheckpointWriter.room`.
     """
     state = optimizer.state_dict()
     gathered: dict[str, ParameterState] = {}
@@ -72,7 +73,10 @@ def gather_optimizer(
 
 
 def add_common_state(optim: dict[str, ParameterState], common: Mapping[str, ParameterState]) -> None:
-    """Add the state of the sync mode that is equal on all ranks to the optimizer state of a checkpoint."""
+    """Add `common` to `optim`, the optimizer state of a checkpoint, with the prefix COMMON in state names.
+
+    common: {parameter name: {state name: tensor}}, the state of the sync mode that is equal on all ranks.
+    """
     for name, tensors in common.items():
         optim.setdefault(name, {}).update({f"{COMMON}{key}": tensor for key, tensor in tensors.items()})
 
@@ -102,9 +106,10 @@ def pop_common_state(tensors: ParameterState) -> ParameterState:
 
 
 def broadcast_meta(group: Collectives, state: State | None) -> State:
-    """Broadcast the meta of rank 0's state; the other ranks pass None.
+    """Broadcast the meta of rank 0's `state`; the other ranks pass None.
 
-    Returns the state: on rank 0 the whole, on the other ranks without tensors, which are sent one at a time.
+    On rank 0, returns `state`. On the other ranks, returns a State that has the same meta and no tensors; the
+    tensors are sent later, one at a time.
     """
     if group.world_size == 1:
         assert state is not None
@@ -118,7 +123,10 @@ def broadcast_meta(group: Collectives, state: State | None) -> State:
 
 
 def send_optimizer(group: Collectives, optimizer: MuonAdamW, receivers: Sequence[int]) -> None:
-    """Load the optimizer state of rank 0 on the ranks `receivers`. All ranks call it, after the same step."""
+    """Send the optimizer state of rank 0 to the ranks `receivers`, which load it into `optimizer`.
+
+    All ranks call it after the same step.
+    """
     if not receivers:
         return
     mine, received = flatten(optimizer.state_dict()) if group.rank == 0 else {}, {}
@@ -131,11 +139,12 @@ def send_optimizer(group: Collectives, optimizer: MuonAdamW, receivers: Sequence
 def scatter_optimizer(
     group: Collectives, sync: SyncMode, state: State
 ) -> tuple[dict[str, ParameterState], dict[str, ParameterState]]:
-    """Send each rank its part of rank 0's optimizer state, and remove it from `state`.
+    """Send each rank its part of the optimizer state in rank 0's `state`. All ranks call it.
 
-    group: the ranks. sync: the sync mode, which determines the parts. Returns (the optimizer state of this
-    rank, the state of the sync mode, which all ranks get), both as {parameter name: {state name: tensor}}.
-    One tensor is sent at a time: a rank that holds a part of the state needs no memory for the whole.
+    group: the ranks. sync: the sync mode, which determines the parts. Returns (optimizer state of this rank,
+    state of the sync mode, which is equal on all ranks), both {parameter name: {state name: tensor}}. One
+    tensor is sent at a time, so that a rank with a part of the state needs no memory for all of it. At the
+    end, `state` has no optimizer state.
     """
     mine: dict[str, ParameterState] = {}
     common: dict[str, ParameterState] = {}

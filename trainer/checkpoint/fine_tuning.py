@@ -1,4 +1,4 @@
-"""How a run of stage sft begins: with the weights and moments of a checkpoint of another run."""
+"""How a run of stage sft (fine-tuning) begins: with the weights and optimizer state of another run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainer.stages import SFT, parent_of
 
 
 def check_data(config: RunConfig, info: RowsInfo, data_dir: Path) -> None:
-    """Raise DataError if a run of stage sft is given documents, or one of stage base conversations.
+    """Raise DataError if the data do not fit the stage: sft needs conversations, base needs documents.
 
-    config: has the stage. info: the rows of the data directory `data_dir`.
+    config: settings of the run. info: describes the rows in the data directory `data_dir`.
     """
     if config.stage == SFT and not info.masked:
         raise DataError(
@@ -36,11 +36,11 @@ def check_data(config: RunConfig, info: RowsInfo, data_dir: Path) -> None:
 def initial_state(path: Path | None, config: RunConfig, model: GPTConfig, hashes: Mapping[str, str]) -> State:
     """The state at step 0 of a run of stage sft: weights and optimizer state of another run's checkpoint.
 
-    path: the directory of the checkpoint. config, model: settings and model of this run. hashes: those of its
-    data, as in Dataset. Step, losses and sync state of the other run are not taken. The optimizer state is
-    empty if the checkpoint has none, as one imported from nanochat. Raises ConfigError or DataError if `path`
-    is None, if the checkpoint is not that of the setting parent, or if its model (apart from sequence_len) or
-    its tokenizer is not that of the run.
+    path: the directory of the checkpoint. config, model: settings and model of this run. hashes: hashes of
+    this run's data, as in Dataset. Step, losses and sync state of the other run are left out. The optimizer
+    state is empty if the checkpoint has none, as after an import from nanochat. Raises ConfigError if `path`
+    is None, if the setting parent names another checkpoint, or if the checkpoint's model differs from `model`
+    in more than sequence_len. Raises DataError if the checkpoint has another tokenizer than the data.
     """
     if path is None:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""The state of one rank at a checkpoint, in sync mode local: a file on the host of the rank.
+"""The state of a checkpoint that differs between ranks (sync=local): a file per rank, on the rank's host.
 
-own/step_000100-rank1.pt has the rank's parameters, which differ from the outer parameters; the parameters
-that it sent to an unfinished sync round; the error feedback; and, except on rank 0, the optimizer state.
-meta.json on the coordinator has the sha256 of each file. A rank without its file resumes from the state of
-the coordinator.
+own/step_000100-rank1.pt has the parameters of rank 1, which differ from the outer parameters; the parameters
+that it sent to an unfinished sync round; its tokens since the last sync round; its error feedback; and its
+optimizer state. Rank 0 has its optimizer state in the checkpoint instead. The checkpoint's meta.json has the
+sha256 of each file. If the file of a rank is missing, the rank resumes from the checkpoint alone.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ def save_rank_states(
     keep: int,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Write the state of each rank in a file on its host; all ranks call it together.
+    """Write the state of each rank to a file on the rank's host. A collective call.
 
-    run_dir, step: of the run and the checkpoint. keep: number of checkpoints that are kept. log: gets a
-    warning if the file cannot be written. Returns entries for meta.json: {"own_sha256": [sha256 of each
-    rank's file, by rank]}; {} if the sync mode has equal states on all ranks.
+    run_dir: the run directory. step: the step of the checkpoint. keep: number of checkpoints that are kept.
+    log: called with a warning if the file of this rank cannot be written. Returns an entry for meta.json,
+    {"own_sha256": [sha256 of each rank's file, by rank; "" if it was not written]}; {} for a sync mode whose
+    state is equal on all ranks.
     """
     own = sync.rank_state()
     if not own:
@@ -63,11 +64,11 @@ def save_rank_state(
     optim: Mapping[str, ParameterState],
     keep: int,
 ) -> str:
-    """Write the state file of this rank and return its sha256. Raises OSError.
+    """Write the state file of this rank; returns its sha256. Raises OSError if it cannot be written.
 
     own: {name: tensor} from the sync mode. optim: {parameter name: {state name: tensor}}; {} on rank 0. keep:
-    the files of the newest `keep` + 1 steps stay, of all ranks: the coordinator writes the checkpoint of this
-    step later, and until then a run resumes from an earlier one.
+    number of checkpoints that are kept. The state files of the newest `keep` + 1 steps stay, because the
+    coordinator writes the checkpoint of this step later; until then, a run resumes from an earlier step.
     """
     path = rank_state_file(run_dir, step, rank)
     path.parent.mkdir(exist_ok=True)
@@ -94,11 +95,11 @@ def rank_state_file(run_dir: Path, step: int, rank: int) -> Path:
 def load_rank_state(
     run_dir: Path, meta: Mapping[str, Any], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, ParameterState]] | None:
-    """Read the state file that `rank` wrote beside a checkpoint.
+    """Read the state file of `rank` that belongs to a checkpoint.
 
-    meta: the content of the checkpoint's meta.json. Returns (the tensors of the sync mode by name, the
-    optimizer state by the name of the parameter). Returns None if the file is missing in `run_dir`, or if
-    its sha256 is not the one in `meta`.
+    meta: the content of the checkpoint's meta.json. Returns (tensors of the sync mode, optimizer state), as
+    {name: tensor} and {parameter name: {state name: tensor}}. Returns None if the file is missing in
+    `run_dir`, or if its sha256 is not the one in `meta`.
     """
     hashes = meta.get("own_sha256", [])
     path = rank_state_file(run_dir, int(meta["step"]), rank)

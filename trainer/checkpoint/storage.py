@@ -1,12 +1,12 @@
 """Checkpoints: step_NNNNNN directories on the coordinator, each written whole or not at all.
 
 step_000100/model.safetensors     parameters by name; model.pt up to schema 2
-            optim.pt              {parameter name: {state name: tensor}}, sharded state gathered
-            tokenizer/            so that a checkpoint can be sampled from alone
+            optim.pt              {parameter name: {state name: tensor}}, of the whole model
+            tokenizer/            a copy, so that the directory alone is enough to generate text
             meta.json             schema, step, config, losses, and the sha256 of every file above
 
-Learning rates follow from configuration and step, the batch of a step from seed and step, and samples have
-their own generator: step and seed are the whole state of schedules, data and randomness.
+A checkpoint needs no state of schedules, data order or random generators. Learning rates are computed from
+configuration and step, the batch of a step from seed and step; samples of text have a generator of their own.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class TrainState:
     """The progress of a run between two steps, without its parameters.
 
     step: number of completed steps.
-    first_loss, loss: loss of the first and of the last step, in nats per token; None before it.
+    first_loss, loss: loss of the first and of the last step, in nats per token; None before the first step.
     smooth_loss: moving average of the loss, not corrected for its start at 0 (nanochat's smooth_train_loss).
-    training_seconds: of all steps so far, in all attempts.
-    val_bpb, val_bpb_step: result of the last evaluation in bits per byte, and the steps done then.
-    best_val_bpb: the lowest result of an evaluation.
+    training_seconds: seconds of all steps so far, in all attempts.
+    val_bpb, val_bpb_step: result of the last evaluation in bits per byte, and the steps completed before it.
+    best_val_bpb: the lowest result of an evaluation so far.
     checkpoint: path of the newest checkpoint, relative to the run directory.
     """
 
@@ -69,7 +69,7 @@ class TrainState:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> TrainState:
-        """The progress in `meta`, the content of a checkpoint's meta.json; `checkpoint` is not in it."""
+        """The progress in `meta`, the content of a checkpoint's meta.json. The field `checkpoint` is None."""
         names = {each.name for each in fields(cls)} - {"checkpoint"}
         return cls(**{name: meta[name] for name in names if name in meta})
 
@@ -82,7 +82,7 @@ class DamagedCheckpointError(ConfigError):
 class State:
     """The state of a run after a step, as a checkpoint contains it.
 
-    meta: content of meta.json, with step. model: {parameter name: tensor}. optim: {parameter name: {state
+    meta: content of meta.json, such as step. model: {parameter name: tensor}. optim: {parameter name: {state
     name: tensor}}, for the whole model.
     """
 
@@ -99,8 +99,9 @@ class State:
 def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path:
     """Write `state` as the checkpoint of its step to `folder`; returns the path of the checkpoint.
 
-    tokenizer_dir: folder of tokenizer.json, which is copied. keep: all checkpoints but the newest `keep` and
-    the best are then deleted. Raises OSError; earlier checkpoints are then unchanged.
+    tokenizer_dir: folder of tokenizer.json, which is copied. keep: number of newest checkpoints that stay;
+    older ones are deleted afterwards, except the result of `best`. Raises OSError if the checkpoint cannot be
+    written; earlier checkpoints are then unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
@@ -128,7 +129,10 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete leftovers and all checkpoints in `folder` but the newest `keep` and the best."""
+    """Delete all checkpoints in `folder` except the newest `keep` and the result of `best`.
+
+    Temporary directories are deleted too (see `remove_leftovers`).
+    """
     remove_leftovers(folder)
     spared = best(folder)
     for old in checkpoints(folder)[keep:]:
@@ -143,9 +147,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint in `folder` with the lowest validation bits per byte; None if there is none.
+    """The checkpoint in `folder` with the lowest validation bits per byte; None if no checkpoint has a value.
 
-    Only checkpoints with an evaluation at their own step count.
+    A checkpoint has a value only if the run was evaluated at the step of the checkpoint.
     """
     evaluated: list[tuple[float, Path]] = []
     for path in checkpoints(folder):
@@ -161,9 +165,9 @@ def best(folder: Path) -> Path | None:
 def newest(folder: Path, log: Callable[[str], None]) -> State | None:
     """Read the newest checkpoint in `folder` that is not damaged; None if the folder has no checkpoint.
 
-    A damaged one is skipped and renamed to damaged_step_NNNNNN, and `log` gets a message. Raises ConfigError
-    if all are damaged, or if one is intact and cannot be loaded: a newer release wrote it, or memory is
-    short.
+    log: called with a message for each damaged checkpoint. Damaged checkpoints newer than the result are
+    renamed to damaged_step_NNNNNN. Raises ConfigError if all checkpoints are damaged, or if an undamaged
+    checkpoint cannot be loaded because a newer release wrote it or the host has too little memory.
     """
     found = checkpoints(folder)
     damaged: list[Path] = []
@@ -187,9 +191,11 @@ def newest(folder: Path, log: Callable[[str], None]) -> State | None:
 
 
 def load(path: Path, log: Callable[[str], None] | None = None) -> State:
-    """Read and verify the checkpoint at `path`; `log` gets a message on settings that this release lacks.
+    """Read and verify the checkpoint at `path`.
 
-    Raises DamagedCheckpointError naming the damaged file, ConfigError if the checkpoint cannot be loaded.
+    log: called with a message if the checkpoint has settings that this release lacks. Raises
+    DamagedCheckpointError, which names the file, if a file is damaged or missing; ConfigError if the
+    checkpoint cannot be loaded for another reason.
     """
     meta = read_meta(path, log=log)
     return State(meta, read_tensors(model_file(path, meta)), read_tensors(path / "optim.pt"))
@@ -208,9 +214,7 @@ def read_meta(
 ) -> dict[str, Any]:
     """The content of meta.json of the checkpoint at `path`, with settings migrated to this release.
 
-    files: the files of the checkpoint whose sha256 is verified first. log: gets a message on settings that
-    this release lacks. Raises DamagedCheckpointError naming the damaged file, ConfigError if the checkpoint
-    cannot be loaded.
+    files: the files of the checkpoint whose sha256 is verified. log, exceptions: as for `load`.
     """
     if not path.is_dir():
         raise ConfigError(f"There is no checkpoint directory {path}.")
@@ -294,7 +298,7 @@ def load_model(path: Path) -> tuple[GPT, Tokenizer]:
 def model_from(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> GPT:
     """A model in evaluation mode. config: fields of GPTConfig. weights: {parameter name: tensor}.
 
-    Raises RuntimeError if these do not fit.
+    Raises RuntimeError if the weights do not fit the model that `config` describes.
     """
     model = GPT(GPTConfig(**config)).to(next(iter(weights.values())).dtype)
     model.load_state_dict(weights)
@@ -336,7 +340,7 @@ def save_tensors(tensors: Any, file: BinaryIO) -> None:
 def save_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write `tensors`, {name: tensor}, to the file `path` by `save_file` of safetensors.
 
-    A disk error, which is only in its message, is raised as OSError.
+    A disk error, which safetensors reports as a SafetensorError, is raised as OSError.
     """
     path.touch()
     mode = path.stat().st_mode
@@ -360,9 +364,11 @@ def _write_tensors(path: Path, tensors: dict[str, Any]) -> None:
 
 
 def read_tensors(path: Path) -> Any:
-    """Read a model file (tensors by name) or optim.pt (tensors by parameter and state name).
+    """Read the tensors that `save_tensors` or `save_safetensors` has written to the file `path`.
 
-    Raises DamagedCheckpointError, or ConfigError if the file cannot be loaded now.
+    Returns {parameter name: tensor} for a model file, {parameter name: {state name: tensor}} for optim.pt.
+    Raises DamagedCheckpointError if the file is damaged or missing; ConfigError if it cannot be loaded for
+    another reason, such as too little memory.
     """
     try:
         with _loading(path):

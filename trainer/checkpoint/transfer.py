@@ -1,9 +1,9 @@
 """The transfer of one checkpoint from a rank to ranks of other hosts, in a thread.
 
 The source sends a header (name, files, sizes), then the files in chunks. A receiver writes them to
-.step_NNNNNN.copy, compares every sha256 with meta.json, and renames the directory: a half copy never counts.
-A receiver that has the checkpoint, or no room for it, discards what arrives. At the end the receivers send
-their problems.
+.step_NNNNNN.copy, compares every sha256 with meta.json, and renames the directory at the end, so that an
+incomplete copy is never taken for a checkpoint. A receiver that already has the checkpoint, or has no room
+for it, discards the chunks. At the end each receiver sends "", or a sentence on why it has no copy.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ FILE = re.compile(r"(tokenizer/)?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 class Transfer:
     """Sends one checkpoint to other hosts, or receives it, in a thread.
 
-    Read its attributes when `busy` is false.
-    name: of the checkpoint. size: bytes of its files. sent: bytes sent or received; 0 if all receivers had
-        the checkpoint. seconds: how long it took.
-    problems: on the source, {host: why it has no copy, a sentence}.
-    lost: a sentence if the connection failed; else "".
+    The attributes have their final values once `busy` is False.
+    name: name of the checkpoint. size: total bytes of its files.
+    sent: bytes sent or received so far; 0 if all receivers already had the checkpoint.
+    seconds: duration of the transfer.
+    problems: {host: a sentence on why the host has no copy}.
+    lost: the error that ended the transfer early; "" for none.
     """
 
     def __init__(self, link: Subgroup, folder: Path, path: Path | None = None, prunes: bool = True) -> None:
         """Start the transfer between the members of `link`, of which one is the source.
 
-        folder: the checkpoints of this host. path: on the source, the checkpoint; None on the receivers.
-        prunes: whether a receiver then deletes the checkpoints that the source does not keep.
+        folder: the folder of the checkpoints on this host. path: on the source, the directory of the
+        checkpoint; None on the receivers. prunes: whether a receiver afterwards deletes the checkpoints that
+        the source does not have.
         """
         self._link, self._folder, self._prunes = link, folder, prunes
         self.problems: dict[str, str] = {}

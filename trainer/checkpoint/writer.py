@@ -3,10 +3,10 @@
 writer = CheckpointWriter(run_dir / "checkpoints", data_dir / "tokenizer", keep=2, log=print)
 writer.save(state)              # returns after the copy; writer.saved is the newest complete checkpoint
 writer.save(state, last=True)   # without a copy: the state must not change until it is written
-writer.wait()                   # until it is written, as long as a slow disk takes
+writer.wait()                   # until the checkpoint is written, at most as long as a slow disk takes
 
-A full disk does not end a run: older checkpoints are deleted; if that is not enough, the run continues with a
-warning and retries. The last checkpoint waits for room for some minutes.
+A full disk does not end a run: older checkpoints are deleted. If that is not enough, a warning is logged, the
+run continues, and the write is retried later. The last checkpoint waits for room for some minutes.
 
 Each checkpoint has its own thread, so that any thread that ends the process can wait for it.
 """
@@ -42,12 +42,12 @@ SETTLE_SECONDS = 60.0  # added for a write of any size
 class CheckpointWriter:
     """Writes the checkpoints of a run, one at a time, in a thread.
 
-    folder: of the checkpoints. tokenizer_dir: folder of tokenizer.json, which each checkpoint gets. keep:
-    number of newest checkpoints to keep. log: called with each message. Attributes:
+    folder: the folder of the checkpoints. tokenizer_dir: the folder of tokenizer.json, which is copied to
+    each checkpoint. keep: number of newest checkpoints to keep. log: called with each message. Attributes:
     saved: path of the newest complete checkpoint; None before the first.
     problem: a sentence after a failed write; else None.
     shortage: a sentence while the disk has no room; else None.
-    copies_last: whether the last checkpoint is copied too, so that the caller may change it.
+    copies_last: whether `save` copies the state of the last checkpoint too, so that the caller may change it.
     """
 
     def __init__(self, folder: Path, tokenizer_dir: Path, keep: int, log: Callable[[str], None]) -> None:
@@ -74,10 +74,11 @@ class CheckpointWriter:
         return self.shortage is not None and time.monotonic() - self._short_at >= RETRY_SECONDS
 
     def save(self, state: State, last: bool = False) -> None:
-        """Start to write `state`, after the previous write. Returns once `state` is copied.
+        """Start to write `state` in a thread, after the previous write. Returns once `state` is copied.
 
-        With `last` it is not copied unless `copies_last`, and the caller must not change it. If the disk is
-        too full for it, the thread tries again for LAST_SECONDS.
+        last: whether this is the last checkpoint of the run. Its state is not copied unless `copies_last` is
+        True, and the caller must not change it. If the disk is too full, the thread retries for LAST_SECONDS.
+        If the previous write does not end in time, nothing is written (see `wait`).
         """
         if not self.wait():
             return
@@ -94,17 +95,18 @@ class CheckpointWriter:
         self._writer.start()
 
     def room(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A CPU tensor for a state of the optimizer. If the caller fills it, `save` does not copy it again.
+        """A CPU tensor that the caller may fill with an optimizer state. `save` does not copy it again.
 
-        path: PARAMETER/STATE, the name of this state. shape, dtype: of the tensor. Waits for the current
-        write, which may still read the tensor.
+        path: "PARAMETER/STATE", the name of this state. shape, dtype: shape and dtype of the tensor. Waits
+        for the current write, which may still read the tensor.
         """
         return self._room(path, shape, dtype) if self.wait() else torch.empty(shape, dtype=dtype)
 
     def wait(self, seconds: float = math.inf) -> bool:
         """Wait at most `seconds` for the current write; returns whether no write is running.
 
-        If it takes longer than on a disk with SLOWEST_BYTES_A_SECOND, sets `problem` and returns False.
+        If the write takes longer than a disk with SLOWEST_BYTES_A_SECOND needs, sets `problem` and returns
+        False.
         """
         if self._writer is None:
             return True
@@ -121,7 +123,10 @@ class CheckpointWriter:
         return False
 
     def wait_on_all_ranks(self, group: Collectives) -> None:
-        """Wait on all ranks until rank 0 has written its checkpoint. Raises Final if it cannot be written."""
+        """Wait on all ranks until rank 0 has written its checkpoint. A collective call.
+
+        Raises Final on all ranks if the checkpoint cannot be written.
+        """
         writing = True
         while writing:  # one long collective would time out
             self.wait(COLLECTIVE_WAIT_SECONDS)

@@ -106,7 +106,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def split_weight(text: str) -> tuple[Path, float]:
-    """The path and the weight of PATH or PATH=WEIGHT. Raises DataError for a weight of 0 or less."""
+    """Parse `text`, which is PATH or PATH=WEIGHT; returns (path, weight).
+
+    The weight is 1 if `text` has none or is itself an existing path. Raises DataError if the weight is not a
+    number above 0.
+    """
     path, equals, number = text.rpartition("=")
     if not equals or Path(text).exists():
         return Path(text), 1.0

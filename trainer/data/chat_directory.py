@@ -2,8 +2,9 @@
 
 prepare_conversations([Source(Path("chats.jsonl"))], Path("chats"), Path("data/tokenizer"))
 
-It has the layout of one of documents (directory.py): the "text" of a shard's row is a list of messages as
-JSON, shuffled once, and the manifest has the kind "conversations". Hosts receive, verify and pack it alike.
+It has the layout of a data directory of documents (directory.py), with two differences. Each value of the
+column `text` of a shard is a conversation, a list of messages as JSON; the conversations are shuffled once.
+The manifest has the kind "conversations". Hosts receive, verify and pack both kinds alike.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ ORDER, VALIDATION = 0, 1  # what a permutation is for
 class Source:
     """A file or folder of conversations to train on.
 
-    path: of the file or folder. weight: how many times an epoch contains each of its conversations. 2: twice;
-    0.5: a random half of them, which the seed selects.
+    path: the path of the file or folder. weight: how many times an epoch contains each conversation of
+    `path`. 2: each conversation twice; 0.5: a random half of the conversations, which the seed selects.
     """
 
     path: Path
@@ -51,13 +52,14 @@ def prepare_conversations(
     skip_bad: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Prepared:
-    """Make the data directory `out`; `tokenizer` is the folder of the tokenizer of the model to fine-tune.
+    """Make the data directory `out` from the conversations of `sources`.
 
-    validation: files or folders whose conversations are used for validation only. If it is empty, a random
-    part `val_fraction` of all conversations, at least one, is used for validation and not for training.
-    seed: of this part and of the order. skip_bad: leave bad lines out and count them; otherwise they raise
-    DataError. shard_bytes: about the size of a shard. Also raises DataError if a file cannot be read, or if
-    no conversation is left for training or validation.
+    tokenizer: the folder with the tokenizer of the model to fine-tune. validation: files or folders whose
+    conversations are used for validation only. If it is empty, a random part `val_fraction` of all
+    conversations, at least one, is used for validation and not for training. seed: determines this part and
+    the order. skip_bad: True: leave bad lines out and count them; False: raise DataError if there are any.
+    shard_bytes: the approximate size of the text of a shard in bytes. Also raises DataError if a file cannot
+    be read, or if no conversation is left for training or validation.
     """
     clock = Clock()
     out = out.resolve()

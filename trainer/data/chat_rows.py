@@ -1,10 +1,12 @@
-"""Conversations, as they are stored in shards -> padded rows whose trained tokens have the bit TRAINED.
+"""Packs conversations, as they are stored in shards, into padded rows.
 
     counts = Counter(); rows = chat_rows(texts, tokenizer, sequence_len, counts)
 
+The bit TRAINED of a token (loader.py) marks that the model is trained to predict this token.
+
 The rows are packed once and then drawn by the sampler of loader.py, as rows of documents are: the global
-batch of a step stays a function of seed and step alone. nanochat packs while it trains, out of a list that
-wraps around: the same algorithm, in another order.
+batch of a step stays a function of seed and step alone. nanochat uses the same algorithm while it trains, on
+a list that it repeats, so its order of conversations differs.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ def encode(
 ) -> Iterator[NDArray[np.uint32]]:
     """Yield the token ids of each conversation, cut to `max_tokens`; trained tokens have the bit TRAINED.
 
-    texts: conversations, each a list of messages as JSON. counts: gets the keys COUNTED, except padding.
-    Conversations without a trained token are left out, so that each row has a target. Raises DataError if the
-    tokenizer has no tokens for conversations.
+    texts: conversations, each a list of messages as JSON. counts: receives the counts that COUNTED lists;
+    padding stays 0. Conversations without a trained token are left out, so that each row has a target. Raises
+    DataError if the tokenizer lacks the special tokens of conversations.
     """
     counts.update(dict.fromkeys(COUNTED, 0))
     for text in texts:
@@ -55,8 +57,9 @@ def chat_rows(
 ) -> Iterator[NDArray[Any]]:
     """Yield the rows of conversations, uint32 of shape (sequence_len + 1,).
 
-    texts: conversations, each a list of messages as JSON. A conversation is cut to the tokens of a row, and
-    to MAX_TOKENS. counts: gets the keys COUNTED, with numbers of conversations, targets or tokens.
+    texts: conversations, each a list of messages as JSON. A conversation is cut to the length of a row, or to
+    MAX_TOKENS if that is less. counts: receives the counts that COUNTED lists; they are complete after the
+    last row.
     """
     row_tokens = sequence_len + 1
     tokens = n_rows = 0

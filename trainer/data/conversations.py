@@ -3,9 +3,9 @@
     conversations, bad = read_files([path]); ids, mask = render(conversations[0], tokenizer, max_tokens=2048)
 
 A file is JSONL in the format of nanochat: a line is a list of messages, or an object with such a list as
-"messages". A message has a role and a content. Roles alternate, user first; a system message may lead. The
-content is a string. That of an assistant may also be a list of parts, each with a type (text, python or
-python_output) and a text.
+"messages". A message has a role and a content. The roles user and assistant alternate, user first; a system
+message may precede them. The content is a string. The content of an assistant's message may also be a list of
+parts, each with a type (text, python or python_output) and a text.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class ConversationError(ValueError):
 
 
 def check(conversation: Any) -> Conversation:
-    """The messages of a conversation, a list of dicts with role and content.
+    """Check a conversation; returns its messages, a list of dicts with role and content.
 
-    conversation: a parsed line: such a list, or {"messages": such a list}. Raises ConversationError.
+    conversation: the parsed JSON of a line: a list of messages, or {"messages": list of messages}. Raises
+    ConversationError if the format of a message or the order of the roles is invalid.
     """
     messages = conversation.get("messages") if isinstance(conversation, dict) else conversation
     if not isinstance(messages, list):
@@ -71,9 +72,9 @@ def _check_content(number: int, role: Any, content: Any) -> None:
 
 
 def parse_line(line: bytes) -> Conversation:
-    """The messages of one line of a file, checked; at least one is an assistant's.
+    """Parse and check one line of a file; returns the messages of its conversation.
 
-    Raises ConversationError.
+    Raises ConversationError if the line is not a valid conversation, or has no message of an assistant.
     """
     try:
         conversation = json.loads(line.decode("utf-8-sig"))
@@ -90,7 +91,10 @@ def parse_line(line: bytes) -> Conversation:
 
 
 def find_files(sources: Sequence[Path]) -> list[Path]:
-    """The files in `sources`: a file as it is, of a folder its *.jsonl files by name. Raises DataError."""
+    """The files of `sources`: each file itself, and the *.jsonl files in each folder, sorted by name.
+
+    Raises DataError if a folder has no *.jsonl file.
+    """
     files: list[Path] = []
     for source in sources:
         found = sorted(source.glob(NAMES)) if source.is_dir() else [source]
@@ -101,9 +105,9 @@ def find_files(sources: Sequence[Path]) -> list[Path]:
 
 
 def read_file(path: Path) -> Iterator[tuple[int, Conversation | ConversationError]]:
-    """Yield each line's number, from 1, and its messages, or the error of a bad line. Skips blank lines.
+    """Yield (line number, messages) for each line, or (line number, error) for a bad line.
 
-    Raises DataError if the file cannot be read.
+    Line numbers start at 1. Blank lines are skipped. Raises DataError if the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -118,9 +122,10 @@ def read_file(path: Path) -> Iterator[tuple[int, Conversation | ConversationErro
 
 
 def read_files(files: Sequence[Path], skip_bad: bool = False) -> tuple[list[Conversation], list[str]]:
-    """All conversations of `files` in their order, and a text FILE:LINE: REASON for each bad line.
+    """Read all conversations of `files`; returns (conversations in order, bad lines).
 
-    Raises DataError for bad lines, unless `skip_bad`, and if there is no conversation.
+    A bad line is reported as a text FILE:LINE: REASON. Raises DataError if there are bad lines and `skip_bad`
+    is False, if there is no conversation, or if a file cannot be read.
     """
     conversations: list[Conversation] = []
     bad: list[str] = []
@@ -138,9 +143,9 @@ def read_files(files: Sequence[Path], skip_bad: bool = False) -> tuple[list[Conv
 
 
 def describe_bad(bad: Sequence[str]) -> str:
-    """The message about bad lines: the first BAD_LINES_SHOWN of them, their number, and what to type.
+    """The message about bad lines: the first BAD_LINES_SHOWN of them, the number of all, and the remedy.
 
-    bad: texts FILE:LINE: REASON.
+    bad: a text FILE:LINE: REASON for each bad line.
     """
     lines = [*bad[:BAD_LINES_SHOWN]]
     if more := len(bad) - len(lines):
@@ -155,10 +160,12 @@ def describe_bad(bad: Sequence[str]) -> str:
 def render(
     messages: Conversation, tokenizer: Tokenizer, max_tokens: int = MAX_TOKENS
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, and a mask of equal length that is 1 where the model is trained.
+    """Render a conversation; returns (token ids, mask), two lists of equal length.
 
-    That is what the assistant writes: its text, its calls of Python and <|assistant_end|>, but not the output
-    of Python. Both are cut after `max_tokens`. Raises ConversationError or DataError.
+    The mask is 1 for the tokens that the model is trained to predict: the assistant's text, its calls of
+    Python and <|assistant_end|>, but not the output of Python. Both lists are cut after `max_tokens`. Raises
+    ConversationError if `messages` are not a valid conversation, DataError if the tokenizer lacks a special
+    token.
     """
     ids, mask = [special(tokenizer, BOS)], [0]
 
@@ -192,7 +199,7 @@ def render_for_completion(messages: Conversation, tokenizer: Tokenizer) -> list[
     """Token ids of a prompt that a model completes with the next message of the assistant.
 
     If the last message is the assistant's, it is left out. The ids end with <|assistant_start|>. Raises
-    ConversationError for messages that are no conversation, and DataError if the tokenizer lacks a special
+    ConversationError if `messages` are not a valid conversation, DataError if the tokenizer lacks a special
     token.
     """
     messages = check(messages)

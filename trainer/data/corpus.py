@@ -59,9 +59,9 @@ class _Reading:
 def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int) -> Counter[str]:
     """Add the documents of `files` to `spool`; returns the number of skipped files by reason.
 
-    max_bytes: the most text; 0: no limit. seed: determines the order of the files. With a limit, files are
-    read by turns, about 1/32 of `max_bytes` each, so that neither the first folder nor a few huge files fill
-    the corpus.
+    max_bytes: the limit of the text in bytes; 0: no limit. seed: determines the order of the files. With a
+    limit, the files take turns, and about 1/32 of `max_bytes` is read in each turn, so that neither the first
+    folder nor a few huge files fill the corpus.
     """
     skipped: Counter[str] = Counter()
     on_disk = sum(file.size for file in files)
@@ -106,7 +106,8 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
 class Plan:
     """Assigns documents to shards: training shards of equal size, then one for validation.
 
-    total: bytes of all text. n_train: number of training shards. train_bytes: bytes of the text for training.
+    total: the size of all text in bytes. n_train: the number of training shards. train_bytes: the size of the
+    text for training in bytes.
     """
 
     total: int
@@ -120,7 +121,7 @@ class Plan:
         return cls(total, max(1, round((total - val) / shard_bytes)), total - val)
 
     def shard(self, start: int, end: int) -> int:
-        """The number of the shard for the document from byte `start` to byte `end` of the text.
+        """The number of the shard that gets the document at the bytes `start` to `end` of all text.
 
         Training shards are 0 to `n_train` - 1; `n_train` is the validation shard.
         """
@@ -130,9 +131,10 @@ class Plan:
 
 
 def write_shards(spool: Spool, folder: Path, n_bytes: int, shard_bytes: int) -> list[Entry]:
-    """Write the documents of `spool`, `n_bytes` in all, to `folder` as shards of about `shard_bytes` each.
+    """Write the documents of `spool` to `folder` as shards of about `shard_bytes` of text each.
 
-    Returns a manifest entry for each shard: a dict with name, sha256, bytes, documents, text_bytes and split.
+    n_bytes: the size of all documents in bytes. Returns a manifest entry for each shard: a dict with name,
+    sha256, bytes, documents, text_bytes and split.
     """
     plan = Plan.make(n_bytes, shard_bytes)
     entries = []
@@ -160,9 +162,9 @@ def _planned(spool: Spool, plan: Plan) -> Iterator[tuple[int, bytes]]:
 
 
 def write_shard(path: Path, documents: Iterator[bytes], progress: Progress) -> tuple[int, int]:
-    """Write `documents`, in UTF-8, to the parquet file `path`; returns (their number, their bytes).
+    """Write `documents` to the parquet file `path`; returns (number of documents, bytes of text).
 
-    progress: counts the bytes.
+    documents: texts in UTF-8. progress: counts the bytes of text.
     """
     schema = pa.schema([("text", pa.string())])
     n_documents = n_bytes = 0
@@ -197,8 +199,9 @@ def build_shards(
 ) -> tuple[list[Entry], Counter[str]]:
     """Write the text of `files` to `folder` as shards; returns (manifest entries, skipped files by reason).
 
-    max_bytes: the most text; 0: no limit. shard_bytes: about the text of a shard. seed: determines the order.
-    For the entries see `write_shards`. Raises DataError if there are fewer than two distinct documents.
+    max_bytes: the limit of the text in bytes; 0: no limit. shard_bytes: the approximate size of the text of a
+    shard in bytes. seed: determines the order of the documents. For the entries see `write_shards`. Raises
+    DataError if there are fewer than two distinct documents.
     """
     with Spool(folder, seed) as spool:
         skipped = collect(files, spool, max_bytes, seed)

@@ -20,10 +20,10 @@ from trainer.data.tokenizer import FILE_NAME, Tokenizer
 class Dataset:
     """The training data of a rank.
 
-    tokenizer: the tokenizer.
-    info: the packed rows.
+    tokenizer: the tokenizer of the data directory.
+    info: files, counts and digest of the packed rows.
     train, val: the rows of each split, (n, T+1) token ids.
-    hashes: {"manifest", "tokenizer", "rows"}: the first 16 hex digits of a sha256 each. They must be equal on
+    hashes: {"manifest", "tokenizer" or "rows": the first 16 hex digits of a sha256}. They must be equal on
         all ranks.
     """
 

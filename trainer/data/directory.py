@@ -2,8 +2,8 @@
 
 prepare_corpus([folder], out), prepare_shards(folder, out), prepare_public(base_url, count, out)
 
-out/manifest.json            sha256, documents and bytes of all files; written last, so that its presence
-                             means that the directory is complete
+out/manifest.json            sha256, number of documents and bytes of each shard; written last, so that its
+                             presence means that the directory is complete
 out/shards/                  parquet files with documents; the last one is for validation
 out/tokenizer/tokenizer.json
 out/rows/                    packed rows, written by `rows.pack`
@@ -41,10 +41,10 @@ Make = Callable[[Path], tuple[list[Entry], Counter[str]]]
 class Prepared:
     """The figures of a prepared data directory, which `prepare` prints at its end.
 
-    documents, text_bytes: number of documents, and bytes of their text.
-    shards: number of shards, that for validation included.
-    val_bytes: bytes of text in the validation shard.
-    vocab_size: tokens of the tokenizer.
+    documents: the number of documents. text_bytes: the size of their text in bytes.
+    shards: the number of shards, the validation shard included.
+    val_bytes: the size of the text in the validation shard in bytes.
+    vocab_size: the number of tokens of the tokenizer.
     reused: "" if shards and tokenizer are new, "shards" if the shards were kept, "all" if both were kept.
     skipped: {reason: number of files}.
     seconds: {step of the preparation, or "all": seconds}.
@@ -86,7 +86,8 @@ def prepare_corpus(
     """Make the data directory `out` from the text in `sources`: shuffled shards and a tokenizer.
 
     `max_bytes` limits the text (0: no limit); shards have about `shard_bytes` of text. `tokenizer` is the
-    folder of an existing tokenizer; without it, one of `vocab_size` tokens is trained. Raises DataError.
+    folder of an existing tokenizer; if it is None, a tokenizer of `vocab_size` tokens is trained. Raises
+    DataError if a source or the tokenizer cannot be used, or if there is too little text.
     """
     clock = Clock()
     out = out.resolve()
@@ -114,8 +115,9 @@ def prepare_shards(
 ) -> Prepared:
     """Make the data directory `out` from the shards of `folder`, unchanged and in the order of their names.
 
-    `sums` is a file with their sha256 (default: SHA256SUMS beside the shards, if it exists). For `vocab_size`
-    and `tokenizer` see `prepare_corpus`. Raises DataError.
+    `sums` is a file with the sha256 of each shard (default: SHA256SUMS beside the shards, if it exists). For
+    `vocab_size` and `tokenizer` see `prepare_corpus`. Raises DataError if a shard, `sums` or the tokenizer
+    cannot be used, or if a sha256 differs.
     """
     clock = Clock()
     out = out.resolve()
@@ -142,10 +144,10 @@ def prepare_public(
     val_shard: int | None = None,
     tokenizer: Path | None = None,
 ) -> Prepared:
-    """Make the data directory `out` from `count` shards of the data set at `base_url`, which are downloaded.
+    """Download `count` shards of the data set at `base_url` and make the data directory `out` from them.
 
-    Valid shards that `out` already has are kept. For `val_shard` see `public_shards`; for the other arguments
-    see `prepare_shards`. Raises DataError.
+    Valid shards that `out` already has are kept. For `base_url` and `val_shard` see `public_shards`; for the
+    other arguments see `prepare_shards`. Raises DataError if an argument is invalid or a download fails.
     """
     clock = Clock()
     out = out.resolve()
@@ -198,12 +200,13 @@ def make_directory(
     clock: Clock,
     notes: Mapping[str, Any] | None = None,
 ) -> Prepared:
-    """Make shards and tokenizer in `out`, unless it has those of this digest already.
+    """Make the shards, the tokenizer and the manifest of `out`. Shards and a tokenizer that match are kept.
 
     The caller holds the lock of `out`.
-    digest: of the sources and options.
-    make: writes the shards to a folder; returns (manifest entries, skipped files by reason).
-    vocab_size: tokens of a new tokenizer. tokenizer_dir: an existing one to copy instead; None for a new one.
+    digest: the digest of sources and options (`source_digest`). Shards with the same digest are kept.
+    make: writes the shards to a folder; returns (manifest entries, number of skipped files by reason).
+    vocab_size: the number of tokens of a tokenizer to train.
+    tokenizer_dir: the folder of an existing tokenizer to copy; None: a tokenizer is trained.
     clock: measures the steps.
     notes: more entries for the manifest.
     """

@@ -1,5 +1,6 @@
 """Download of public shards over HTTP: several at a time, resumable, with verified sha256."""
 
+import contextlib
 import os
 import urllib.error
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,11 @@ MOST_SUMS = 2**20  # bytes of a list of checksums, at most
 
 
 def public_shards(base_url: str, count: int, val_shard: int | None = None) -> tuple[str, list[str]]:
-    """The URL of a data set, and the file names of `count` of its shards, the validation shard last.
+    """Select `count` shards of a data set; returns (URL of the data set, file names of the shards).
 
-    `base_url` is a URL or a name in `PUBLIC`. `val_shard` is the number of the validation shard; its default
-    is the last shard of a data set in `PUBLIC`, and `count` - 1 for another URL. Raises DataError for invalid
-    arguments.
+    The validation shard is the last of them. `base_url` is a URL or a name in `PUBLIC`. `val_shard` is the
+    number of the validation shard; its default is the last shard of a data set in `PUBLIC`, and `count` - 1
+    for another URL. Raises DataError if an argument is invalid.
     """
     url, last = PUBLIC.get(base_url, (base_url.rstrip("/"), None))
     if not url.startswith(("http://", "https://")):
@@ -38,10 +39,10 @@ def public_shards(base_url: str, count: int, val_shard: int | None = None) -> tu
 
 
 def download(base_url: str, names: Sequence[str], folder: Path, sums: Mapping[str, str]) -> list[Entry]:
-    """Download the shards `names` to `folder`, `WORKERS` at a time; returns their manifest entries, in order.
+    """Download the shards `names` to `folder`, `WORKERS` at a time; returns their manifest entries.
 
-    The entries are as from `write_shards`, without the key `split`. sums: {file name: known sha256}. Raises
-    DataError if a download fails; partial files are kept.
+    The entries are in the order of `names`, in the form of those of `write_shards` but without the key
+    `split`. sums: {file name: known sha256}. Raises DataError if a download fails; partial files are kept.
     """
     with Progress(f"downloading {len(names)} shards") as progress:
         shared = SharedState(progress, len(names))
@@ -67,17 +68,20 @@ def download(base_url: str, names: Sequence[str], folder: Path, sums: Mapping[st
 
 
 def fetch(url: str, path: Path, sha256: str, shared: SharedState) -> Entry:
-    """Download the shard at `url` to `path` unless it exists; returns its manifest entry, without `split`.
+    """Download the shard at `url` to `path` unless `path` is that shard already; returns its manifest entry.
 
-    sha256: of the file, 64 hex digits, or "" if it is not known. shared: progress, sizes and stop event of
-    concurrent downloads. The file name ends with `.part` until length, text and, if known, sha256 are
-    verified. If they are wrong, the file is downloaded once more from the start. Raises DataError if the
-    second file is wrong too.
+    The entry lacks the key `split`. sha256: the expected sha256 of the file, 64 hex digits, or "" if it is
+    not known. shared: progress, sizes and stop event of concurrent downloads. The file name ends with `.part`
+    until length, text and, if known, sha256 are verified. If one of them is wrong, the file is downloaded
+    once more from the start. Raises DataError if the second file is wrong too, or a download fails.
     """
-    if path.exists() and (entry := inspect(path))["sha256"] == (sha256 or entry["sha256"]):
-        shared.progress.add_existing(entry["bytes"])
-        shared.set_size(url, entry["bytes"])
-        return entry
+    if path.exists():
+        with contextlib.suppress(DataError):  # a damaged file is downloaded again
+            entry = inspect(path)
+            if entry["sha256"] == (sha256 or entry["sha256"]):
+                shared.progress.add_existing(entry["bytes"])
+                shared.set_size(url, entry["bytes"])
+                return entry
     transfer = Transfer(url, path.with_name(f"{path.name}.part"), shared)
     problem = ""
     for _ in range(2):
@@ -103,9 +107,9 @@ def fetch(url: str, path: Path, sha256: str, shared: SharedState) -> Entry:
 
 
 def download_sums(base_url: str) -> dict[str, str]:
-    """Download SHA256SUMS from `base_url`; returns the sha256 by file name, empty if there is no such file.
+    """Download SHA256SUMS from `base_url`; returns {file name: sha256}, {} if the server has no such file.
 
-    Raises DataError if the server answers with another error, or not at all.
+    Raises DataError if the server answers with any other error, or not at all.
     """
     url = f"{base_url}/{SUMS}"
     with Progress(SUMS) as progress:

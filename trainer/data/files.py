@@ -97,7 +97,7 @@ def try_lock(path: Path, seconds: float) -> IO[str] | None:
     """Lock the file `path` and write the PID of this process to it; returns the open file, which is the lock.
 
     Returns None if another process still holds the lock after `seconds`. Closing the file, or the end of the
-    process, releases the lock. Raises OSError.
+    process, releases the lock. Raises OSError if the file cannot be opened or written.
     """
     deadline = time.monotonic() + seconds
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - the caller keeps it open
@@ -118,7 +118,7 @@ def try_lock(path: Path, seconds: float) -> IO[str] | None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`. Waits, and prints a line, while another process holds it.
+    """Hold an exclusive lock on the file `path`. If another process holds the lock, prints a line and waits.
 
     Raises DataError if the file cannot be created.
     """
@@ -139,10 +139,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def read_schema_1(path: Path, kind: str, out: str, parse: Callable[[dict[str, Any]], T]) -> T:
-    """The result of the function `parse` for the object in the JSON file `path`, which has schema 1.
+    """Read the JSON file `path`, check that its schema is 1, and return `parse(content)`.
 
-    kind: what the file is, such as "manifest", for messages. out: the folder that the message about a missing
-    file gives to --out. Raises DataError if the file is missing, of another schema or damaged.
+    kind: what the file is, such as "manifest", for messages. out: the value of --out in the command that the
+    message about a missing file shows. Raises DataError if the file is missing, unreadable or damaged, or has
+    another schema.
     """
     try:
         content = json.loads(path.read_bytes())

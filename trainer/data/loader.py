@@ -4,7 +4,8 @@ No state is kept between steps: the loss curve does not depend on the number of 
 computes its next batch from the number of the step. The permutations of two epochs are cached: 16 bytes per
 row. The CRC-32 of each row is verified at every read, to detect bits that change on the disk or in memory.
 
-Rows of conversations are uint32. A token that the model is trained to predict has the bit TRAINED.
+Rows of conversations are uint32. Their highest bit, TRAINED, marks the tokens that the model is trained to
+predict.
 """
 
 import functools
@@ -22,10 +23,11 @@ IGNORED_TARGET = -1  # a target without a loss, as in trainer.model.loss
 
 
 class Split:
-    """The rows of a split, (n, T+1) token ids, indexed by an array of row numbers.
+    """The rows of a split (train or val), (n, T+1) token ids, indexed by an array of row numbers.
 
-    Each read verifies its rows. rows: the rows. sums: uint32, (n,), the CRC-32 of each row. name: path of the
-    file, for messages. masked: whether only tokens with the bit TRAINED are targets.
+    Each read verifies the CRC-32 of the rows that it returns. rows: the token ids, (n, T+1). sums: uint32,
+    (n,), the CRC-32 of each row. name: path of the file, for messages. masked: True if only tokens with the
+    bit TRAINED have a loss (conversations), False if all tokens have a loss.
     """
 
     def __init__(self, rows: NDArray[Any], sums: NDArray[np.uint32], name: str, masked: bool = False) -> None:
@@ -37,9 +39,9 @@ class Split:
         return len(self._rows)
 
     def __getitem__(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
-        """A copy of the rows `numbers`, shape (len(numbers), T+1), with the bits TRAINED.
+        """A copy of the rows `numbers`, shape (len(numbers), T+1), in which the bit TRAINED is kept.
 
-        Raises RowsChangedError if a CRC-32 differs.
+        Raises RowsChangedError if the CRC-32 of a row differs from the one in `sums`.
         """
         rows = self._rows[numbers]
         changed = numbers[row_sums(rows) != self._sums[numbers]]
@@ -61,8 +63,8 @@ def row_sums(rows: NDArray[Any]) -> NDArray[np.uint32]:
 class Sequences(NamedTuple):
     """Rows of token ids, and a target for each of their first T positions.
 
-    tokens: (rows, T+1), without the bit TRAINED. targets: int64, (rows, T): the next token, or IGNORED_TARGET
-    if that token has no loss.
+    tokens: (rows, T+1), with the bit TRAINED cleared. targets: int64, (rows, T): the next token, or
+    IGNORED_TARGET if the next token has no loss.
     """
 
     tokens: NDArray[Any]
@@ -70,7 +72,10 @@ class Sequences(NamedTuple):
 
 
 def read_sequences(data: Split | NDArray[Any], numbers: NDArray[np.int64]) -> Sequences:
-    """Read the rows `numbers` of `data`. Raises RowsChangedError if a row differs from its checksum."""
+    """Read the rows of `data` whose row numbers are `numbers`.
+
+    Raises RowsChangedError if `data` is a Split and a row differs from its checksum.
+    """
     return _decode(data, data[numbers])
 
 
@@ -85,8 +90,8 @@ def _decode(data: Split | NDArray[Any], rows: NDArray[Any]) -> Sequences:
 def permutation(n: int, *seed: int) -> NDArray[np.int64]:
     """A pseudorandom permutation of 0..n-1 that depends only on `n` and `seed`.
 
-    It is the argsort of raw PCG64 draws. NumPy keeps these draws stable between releases, but not
-    `Generator.permutation`.
+    The permutation is the argsort of raw PCG64 draws. NumPy keeps these draws stable between releases, but
+    not the results of `Generator.permutation`.
     """
     draws = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
     return np.argsort(draws, kind="stable").astype(np.int64)
@@ -125,8 +130,9 @@ class Batch(NamedTuple):
 
     tokens: token ids, (rows, T+1).
     active: int64, the active rows of embeddings: all input ids, each once, ascending.
-    checksum: of the rows, their numbers and `active`; below 2^53, so that a float64 holds it.
-    targets: int64, (rows, T); IGNORED_TARGET where a token has no loss.
+    checksum: a checksum of the rows, their row numbers and `active`; an integer below 2^53, which a float64
+        represents exactly.
+    targets: int64, (rows, T): the next token, or IGNORED_TARGET if the next token has no loss.
     """
 
     tokens: NDArray[Any]
@@ -158,8 +164,8 @@ def count_targets(targets: NDArray[np.int64]) -> int:
 def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[Any]:
     """The contiguous rows of the global batch that one rank trains on.
 
-    rows: (rows, ...), the global batch. shares: rows per rank, in rank order. rank: selects the part. Raises
-    ValueError if the sum of `shares` is not the length of `rows`.
+    rows: (rows, ...), the global batch. shares: rows per rank, in rank order. rank: the rank whose rows are
+    returned. Raises ValueError if the sum of `shares` is not the length of `rows`, or a share is negative.
     """
     if sum(shares) != len(rows) or min(shares) < 0:
         raise ValueError(f"shares {list(shares)} do not make up a batch of {len(rows)} rows")
@@ -168,7 +174,7 @@ def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[A
 
 
 def active_rows(rows: NDArray[Any], shares: Sequence[int]) -> list[NDArray[np.int64]]:
-    """For each rank, the input ids in its rows of the global batch, each once, ascending.
+    """The input ids in each rank's rows of the global batch: one array per rank, each id once, ascending.
 
     rows: token ids of the global batch, (rows, T+1). shares: rows per rank, in rank order.
     """
@@ -177,16 +183,19 @@ def active_rows(rows: NDArray[Any], shares: Sequence[int]) -> list[NDArray[np.in
 
 
 def equal_split(rows: int, world_size: int) -> list[int]:
-    """Rows per rank if `rows` are split equally. With a remainder, the first ranks have one row more."""
+    """Rows per rank if a number of `rows` is split equally over `world_size` ranks.
+
+    If there is a remainder, the first ranks have one row more.
+    """
     share, rest = divmod(rows, world_size)
     return [share + (rank < rest) for rank in range(world_size)]
 
 
 def proportional_split(shares: Sequence[int], rows: int) -> list[int]:
-    """Rows per rank if `rows` are split in the proportions of `shares`, in rank order.
+    """Rows per rank if a number of `rows` is split in the proportions of `shares`, in rank order.
 
-    Shares that differ by at most 1 give `equal_split`. A remainder goes to the ranks with the largest
-    fractions.
+    If the shares differ by at most 1, the result is that of `equal_split`. Otherwise the exact parts are
+    rounded down, and the ranks with the largest fractional parts get the remaining rows, one row each.
     """
     if max(shares) - min(shares) <= 1:
         return equal_split(rows, len(shares))

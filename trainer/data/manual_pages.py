@@ -27,7 +27,7 @@ def find_mandoc() -> str | None:
 
 
 def render_manual(mandoc: str, page: str) -> str:
-    """The plain text of `page`, the source of a manual page, rendered by the program at the path `mandoc`.
+    """Render `page`, the source of a manual page, as plain text with the program at the path `mandoc`.
 
     Bold and underlined text becomes plain. Raises OSError if mandoc prints nothing or takes more than
     RENDER_SECONDS.

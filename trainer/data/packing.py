@@ -1,10 +1,11 @@
 """Best-fit packing: documents -> full rows, and conversations -> padded rows.
 
-Each row starts with <|bos|> and is full. The remaining room of a row takes the largest document that fits; if
-none fits, the shortest one is cut. The rest of a cut document becomes a document of its own, so no token is
-lost except those of the last row, if it cannot be filled.
+A row of documents starts with <|bos|> and is full. The remaining room of the row takes the longest document
+that fits; if none fits, the shortest document is cut. The rest of a cut document becomes a document of its
+own, so no token is lost except those of the last row, if that row cannot be filled.
 
-A conversation is never cut: if none fits, the rest of the row is padded. So no token is lost.
+The remaining room of a row of conversations takes the longest conversation that fits; if none fits, the rest
+of the row is padded. Packing never cuts a conversation, so no token is lost.
 """
 
 from bisect import bisect_left, insort
@@ -43,9 +44,9 @@ class Buffer:
         return self.documents.pop(arrival)
 
     def longest_fit(self, room: int) -> NDArray[Any] | None:
-        """Remove and return the longest document of at most `room` tokens, of several the first to arrive.
+        """Remove and return the longest document of at most `room` tokens.
 
-        None if none fits.
+        Of equally long documents, the first to arrive is taken. Returns None if no document fits.
         """
         position = bisect_left(self.order, (room + 1, 0)) - 1
         if position < 0:
@@ -56,7 +57,7 @@ class Buffer:
 
     @property
     def full(self) -> bool:
-        """Whether the buffer holds BUFFER_DOCUMENTS documents or BUFFER_TOKENS tokens."""
+        """Whether the buffer holds at least BUFFER_DOCUMENTS documents or BUFFER_TOKENS tokens."""
         return len(self.order) >= BUFFER_DOCUMENTS or self.tokens >= BUFFER_TOKENS
 
 
@@ -98,8 +99,9 @@ def fill_padded_rows(
 ) -> Iterator[NDArray[Any]]:
     """Pack `conversations`, arrays of at most `row_tokens` tokens, into rows of `row_tokens` tokens.
 
-    None is cut. The remaining room of a row takes the longest one that fits, out of a buffer of
-    BUFFER_CONVERSATIONS; if none fits, it is filled with `padding`.
+    No conversation is cut. The remaining room of a row takes the longest conversation that fits, out of a
+    buffer of BUFFER_CONVERSATIONS conversations. If no conversation in the buffer fits, the room is filled
+    with the token id `padding`.
     """
     buffer = Buffer()
     exhausted = False

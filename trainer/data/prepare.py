@@ -1,4 +1,4 @@
-"""`python -m trainer prepare`: text or shards -> a data directory; with --rows, its shards -> packed rows.
+"""`python -m trainer prepare`: text or shards -> a data directory; with --rows, shards -> packed rows.
 
 python -m trainer prepare --source docs --source more.txt --out data --vocab-size 8192
 python -m trainer prepare --shards ~/.cache/nanochat --out data

@@ -42,7 +42,7 @@ class Progress(tqdm):
             self.update(n)
 
     def add_existing(self, n: int) -> None:
-        """Add `n` that an earlier process has completed: part of the count, but not of the displayed rate."""
+        """Add `n`, work that an earlier process has completed, to the count but not to the displayed rate."""
         with self.lock:
             self.initial += n
             self.n += n

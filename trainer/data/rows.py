@@ -2,9 +2,10 @@
 
     info = pack(data_dir, sequence_len); rows = info.open("train")
 
-packing.py fills the rows; those of conversations (chat_rows.py) are padded and have the bit TRAINED of
-loader.py. The sha256 of each file is stored when it is packed and verified whenever `pack`
-finds the file. The same pass over the bytes computes the checksum of each row for loader.py.
+packing.py fills the rows. Rows of conversations (chat_rows.py) are padded, and the bit TRAINED of loader.py
+marks the tokens that the model is trained to predict. The sha256 of each file is stored when the file is
+packed, and verified whenever `pack` finds the file. The same pass over the bytes computes the checksum of
+each row for loader.py.
 """
 
 import hashlib
@@ -42,12 +43,14 @@ BLOCK_BYTES = 2**20  # per read, about
 class RowsInfo:
     """The packed rows of a data directory for one sequence length.
 
-    path: folder of the files. digest: of what determines the rows (see `rows_digest`).
-    sequence_len, vocab_size: T, and the tokens of the tokenizer.
-    train_rows, val_rows: rows of each split. train_sha256, val_sha256: of their files.
-    packed: whether `pack` has made them now; seconds and tokens_per_s describe this, and are 0 if not.
-    masked: whether the rows are of conversations.
-    counts: of conversations, {split: {key of chat_rows.COUNTED: number}}; else {}.
+    path: the folder of the files. digest: a hash of everything that determines the rows (see `rows_digest`).
+    sequence_len: T. vocab_size: the number of tokens of the tokenizer.
+    train_rows, val_rows: the number of rows of each split.
+    train_sha256, val_sha256: the sha256 of each split's file.
+    packed: True if `pack` has packed the rows in this call, False if it has found them.
+    seconds, tokens_per_s: duration and rate of the packing; 0 if `packed` is False.
+    masked: True for rows of conversations, False for rows of documents.
+    counts: {split: {key of chat_rows.COUNTED: number}} for conversations; {} for documents.
     sums: {"train" or "val": CRC-32 of each row}; {} if the files were not verified.
     """
 
@@ -68,16 +71,16 @@ class RowsInfo:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in the files."""
+        """The size of a row in the files, in bytes."""
         return (self.sequence_len + 1) * self.dtype.itemsize
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The number format of the token ids in the files."""
+        """The dtype of the token ids in the files."""
         return np.dtype(np.uint32) if self.masked else row_dtype(self.vocab_size)
 
     def open(self, split: str) -> NDArray[Any]:
-        """The rows of "train" or "val", shape (n, T+1), memory-mapped: only indexed ones are read."""
+        """The rows of "train" or "val", (n, T+1), memory-mapped: only rows that are indexed are read."""
         return np.memmap(
             self.path / f"{split}.bin",
             dtype=self.dtype,
@@ -87,9 +90,9 @@ class RowsInfo:
 
 
 def is_chat(manifest: Mapping[str, Any]) -> bool:
-    """Whether the shards of a data directory are conversations, not documents.
+    """Whether the shards of a data directory hold conversations, not documents.
 
-    manifest: content of its manifest.json.
+    manifest: content of the manifest.json of the data directory.
     """
     return manifest.get("kind") == CONVERSATIONS
 
@@ -100,10 +103,11 @@ def row_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def rows_digest(manifest: dict[str, Any], tokenizer_sha256: str, sequence_len: int) -> str:
-    """The sha256, 64 hex digits, of what determines the packed rows.
+    """A sha256, 64 hex digits, of everything that determines the packed rows.
 
-    manifest: content of manifest.json, of which the sha256 of the shards and the kind count.
-    tokenizer_sha256: of the tokenizer. sequence_len: T. The version of the packing algorithm also counts.
+    Its input: the sha256 of each shard and of the tokenizer, the kind of the data, the sequence length, and
+    the version of the packing algorithm. manifest: content of manifest.json, with the sha256 of the shards
+    and the kind. tokenizer_sha256: the sha256 of tokenizer.json. sequence_len: T.
     """
     shards = [shard["sha256"] for shard in manifest["shards"]]
     content = [PACKING, shards, tokenizer_sha256, sequence_len]
@@ -113,11 +117,12 @@ def rows_digest(manifest: dict[str, Any], tokenizer_sha256: str, sequence_len: i
 
 
 def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
-    """Return the rows of `data_dir` for T = `sequence_len`; packs them if they are missing or damaged.
+    """Find the rows of `data_dir` for T = `sequence_len`, or pack them if they are missing or damaged.
 
-    Several processes of a host may call this function at once: one packs, the others wait and use its rows.
-    `threads` threads encode the text (0: one per usable core); the rows do not depend on their number. Raises
-    DataError if the data are missing, damaged or too little, or if the rows cannot be written.
+    Several processes of a host may call this function at once: one process packs, the others wait and use
+    the same files. `threads` threads encode documents (0: one per usable core); the rows do not depend on
+    this number. Raises DataError if `sequence_len` is less than 2, if the data are missing, damaged or too
+    little, or if the rows cannot be written.
     """
     if sequence_len < 2:
         raise DataError(f"A sequence length of {sequence_len} is too small: give 2 or more.")

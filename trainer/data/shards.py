@@ -1,4 +1,4 @@
-"""Takes existing shards, such as those of nanochat, into a data directory: verified, hashed, unchanged.
+"""Verifies existing shards, such as those of nanochat, and links or copies them to a data directory.
 
 The source folder has `shard_00000.parquet`, `shard_00001.parquet`, ...; the last one by name is for
 validation.
@@ -33,9 +33,10 @@ def shard_name(number: int) -> str:
 
 
 def find_shards(folder: Path) -> list[SourceFile]:
-    """The parquet files in `folder`, or below it if it is nanochat's base directory, by name.
+    """The parquet files in `folder`, sorted by name.
 
-    Raises DataError if there are fewer than two, or if the folder is missing or cannot be read.
+    If `folder` is nanochat's base directory, these are the files in its folder of shards. Raises DataError if
+    there are fewer than two files, or if `folder` is missing or cannot be read.
     """
     if not folder.is_dir():
         raise DataError(
@@ -62,8 +63,8 @@ def find_shards(folder: Path) -> list[SourceFile]:
 def inspect(path: Path, progress: Progress | None = None) -> Entry:
     """The manifest entry of the shard `path`: a dict with name, sha256, bytes, documents and text_bytes.
 
-    It lacks the key `split`. progress: counts the bytes. Reads the file twice: for its hash and for its text.
-    Raises DataError, naming the file, if it is not a shard of text.
+    The entry lacks the key `split`. The file is read twice, for its hash and for its text; progress counts
+    the bytes of both reads. Raises DataError if the file is not a shard of text; the message names the file.
     """
     try:
         sha256 = file_sha256(path, None if progress is None else progress.add)
@@ -132,9 +133,10 @@ def with_splits(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def read_sums(path: Path, names: Iterable[str] = ()) -> dict[str, str]:
-    """Read a file in the format of `sha256sum`; returns the sha256 by file name.
+    """Read a file in the format of `sha256sum`; returns {file name: sha256}.
 
-    Raises DataError if the file cannot be read, lists no file, or lacks one of `names`.
+    names: file names that `path` must list. Raises DataError if `path` cannot be read, lists no file, or
+    lacks one of `names`.
     """
     try:
         sums = parse_sums(path.read_text(encoding="utf-8"))
@@ -153,6 +155,6 @@ def read_sums(path: Path, names: Iterable[str] = ()) -> dict[str, str]:
 
 
 def parse_sums(text: str) -> dict[str, str]:
-    """Parse the lines `<64 hex digits>  name`; returns the sha256 by file name. Other lines are ignored."""
+    """Parse the lines `<64 hex digits>  name`; returns {file name: sha256}. Other lines are ignored."""
     lines = re.findall(r"^([0-9a-fA-F]{64}) [ *](?:.*/)?([^/\n]+?)\r?$", text, re.MULTILINE)
     return {name: sha256.lower() for sha256, name in lines}

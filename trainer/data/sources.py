@@ -1,8 +1,8 @@
 """Finds text files under given folders and reads the documents in them.
 
-A text file is one document, or several if it is long. In a parquet file, each value of the column `text` is
-such a document. Manual pages are rendered by mandoc, and skipped without it. Hidden files and symlinks are
-ignored. Files that are not UTF-8 text are skipped and counted.
+A text file is one document, or several if it is long. A parquet file has such a document in each value of the
+column `text`. Manual pages are rendered by mandoc, or skipped if mandoc is not installed. Hidden files and
+symlinks are ignored. Files that are not UTF-8 text are skipped and counted.
 """
 
 import codecs
@@ -42,8 +42,8 @@ MANUAL = "manual page(s), which need mandoc on PATH"
 class SourceFile:
     """A file that may contain text. There may be millions of these objects.
 
-    name: its full path. size: in bytes. mtime_ns: time of its last change in ns. Size and time serve to
-    detect changes.
+    name: the full path. size: the size in bytes. mtime_ns: the time of the last change in ns. Size and time
+    serve to detect changes.
     """
 
     name: str
@@ -66,10 +66,11 @@ class SkippedFileError(Exception):
 def find_files(
     sources: Sequence[Path], leave_out: Path | None = None
 ) -> tuple[list[SourceFile], Counter[str]]:
-    """All regular files under `sources` in a fixed order, each once, and a count of skipped files by reason.
+    """Find all regular files under `sources`; returns (files, number of skipped files by reason).
 
-    Hidden files, symlinks and __pycache__ are ignored. `leave_out` is a folder to ignore: the one to which
-    the shards are written. Raises DataError if a source does not exist or cannot be read.
+    The files are in a fixed order, each once. Hidden files, symlinks and __pycache__ are ignored. leave_out:
+    the folder to which the shards are written; it is ignored too. Raises DataError if a source does not
+    exist, cannot be read or is in `leave_out`.
     """
     found: list[SourceFile] = []
     skipped: Counter[str] = Counter()
@@ -133,8 +134,8 @@ def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
 def documents(file: SourceFile, limit: int) -> Iterator[str]:
     """Yield the documents of `file`. limit: the most characters of a document; longer text is split.
 
-    Raises SkippedFileError for a file that is not text or cannot be read, DataError for a damaged parquet
-    file.
+    Raises SkippedFileError if the file is not text or cannot be read. For a parquet file, raises DataError as
+    `text_columns` does.
     """
     if file.path.suffix == ".parquet":
         for batch in shard_texts(file.path):
@@ -196,7 +197,7 @@ def _open(path: Path) -> BinaryIO:
 def shard_texts(path: Path) -> Iterator[list[str]]:
     """Yield lists of documents from a parquet file: the column `text` without nulls and empty strings.
 
-    Raises the DataError of `text_columns`.
+    Raises DataError as `text_columns` does.
     """
     for column in text_columns(path):
         yield [text for text in column.to_pylist() if text]
@@ -205,7 +206,8 @@ def shard_texts(path: Path) -> Iterator[list[str]]:
 def text_columns(path: Path) -> Iterator[pa.Array]:
     """Yield the column `text` of a parquet file as arrays of a few MB, whatever the size of its row groups.
 
-    Raises DataError, naming the file, if the file is damaged, or the column is missing, empty or not strings.
+    Raises DataError if the file cannot be read or is damaged, or if the column is missing, empty or does not
+    hold strings. The message names the file.
     """
     empty = True
     try:

@@ -3,9 +3,9 @@
 The documents are sorted by a keyed hash of their text, so the order depends on the seed and on the documents,
 not on the order in which they were added. Duplicates have the same hash and are adjacent in this order.
 
-The documents are in `PARTS` files by the first bits of their hash. The index of one part is in memory at a
-time: about 60 bytes per document, so 100 MB for 50 million documents in all. The hashes of the first `RECENT`
-documents and the file buffers take at most another 70 MB.
+The first bits of a document's hash select one of `PARTS` files. The index of only one file is in memory at a
+time: about 60 bytes per document of this file, so 100 MB for 50 million documents in all files. The hashes of
+the first `RECENT` documents and the file buffers take at most another 70 MB.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("size", "<u4")])
 class Spool:
     """Collects documents in temporary files, then yields them shuffled and without duplicates.
 
-    folder: of the files, which the system deletes when the process ends. seed: determines the order. Iterate
-    over the object after `close_input`.
+    folder: the folder of these files, which the system deletes when the process ends. seed: determines the
+    order of the documents. Iterate over the object after `close_input`.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -53,7 +53,7 @@ class Spool:
     def add(self, data: bytes) -> int:
         """Add a document, in UTF-8; returns its number of bytes, or 0 for a document that is left out.
 
-        Blank documents are left out, and duplicates of one of the first RECENT documents. `close_input` finds
+        Blank documents and duplicates of one of the first RECENT documents are left out. `close_input` finds
         all other duplicates.
         """
         if not data.strip():

@@ -51,8 +51,8 @@ MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 class Tokenizer:
     """A byte-level BPE tokenizer. Tokens have ids in merge order; the ids of the special tokens follow.
 
-    ranks: the bytes of each token, in the order of their ids. pattern: regular expression that splits text
-    into pieces. specials: names of the special tokens.
+    ranks: the bytes of each token that is not special; the position in the list is the token id. pattern:
+    regular expression that splits text into pieces. specials: names of the special tokens.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
         """Train a tokenizer of `vocab_size` tokens on `texts`. The special tokens count as tokens.
 
-        Texts with too few repeated pieces give fewer tokens: read `vocab_size` of the result. Raises
-        DataError if `vocab_size` is less than MIN_VOCAB_SIZE.
+        If `texts` have too few repeated pieces, the tokenizer has fewer tokens: read its attribute
+        `vocab_size`. Raises DataError if the argument `vocab_size` is less than MIN_VOCAB_SIZE.
         """
         if vocab_size < MIN_VOCAB_SIZE:
             raise DataError(
@@ -109,7 +109,8 @@ class Tokenizer:
     def encode_batch(self, texts: Iterable[str], threads: int = 0) -> Iterator[NDArray[np.uint32]]:
         """Yield the token ids of each text, in order, encoded by `threads` threads (0: one per usable core).
 
-        Texts are consumed lazily: at most `JOBS_AHEAD` jobs per thread are queued.
+        `texts` is consumed lazily. A job is a list of texts with about `JOB_CHARACTERS` characters in all; at
+        most `JOBS_AHEAD` jobs per thread are queued.
         """
         threads = threads or usable_cores()
         jobs = _jobs(texts)
@@ -159,13 +160,13 @@ class Tokenizer:
     def load(cls, folder: Path | str) -> Self:
         """Read tokenizer.json from `folder`.
 
-        Raises DataError, naming the file, if it is missing or damaged.
+        Raises DataError if the file is missing or damaged. The message names the file.
         """
         return read_schema_1(Path(folder) / FILE_NAME, "tokenizer", "DIR", cls._from_json)
 
     @classmethod
     def from_json(cls, raw: bytes) -> Self:
-        """The tokenizer of which `to_json` returned these bytes."""
+        """Create a tokenizer from `raw`, the bytes that `to_json` returned."""
         return cls._from_json(json.loads(raw))
 
     @classmethod

@@ -38,7 +38,7 @@ class StoppedError(Exception):
 class InterruptedTransferError(Exception):
     """Raised if a request failed or a response ended early, so that another try may succeed.
 
-    reason: what has failed. pause: seconds that the server asks to wait before the next try.
+    reason: what has failed. pause: the number of seconds that the server asks to wait before the next try.
     """
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:
@@ -49,9 +49,9 @@ class InterruptedTransferError(Exception):
 class SharedState:
     """State that concurrent downloads share.
 
-    progress: counts their bytes. n_files: number of files.
-    stop: event that ends all of them.
-    sizes: {URL: size of the file in bytes}, as far as known.
+    progress: counts the bytes of all downloads. n_files: the number of files.
+    stop: an event; setting it stops all downloads.
+    sizes: {URL: size of the file in bytes}, for the files whose size is known.
     unverified: names of the files whose sha256 is not known.
     """
 
@@ -82,7 +82,7 @@ class Retries:
         self.reset()
 
     def reset(self) -> None:
-        """Start to count again from 0. Call this after a try that has received bytes."""
+        """Reset the count and the pause. Call this after a try that has received bytes."""
         self.failures, self.pause = 0, FIRST_PAUSE
 
     def failed(self, error: InterruptedTransferError) -> None:
@@ -107,9 +107,9 @@ class Retries:
 class RemoteFile:
     """What the server reports about a file in its first response.
 
-    url: of the file.
+    url: the URL of the file.
     validator: ETag or Last-Modified, to verify that later responses are of the same file; "" if unknown.
-    size: in bytes; -1 if unknown.
+    size: the size in bytes; -1 if unknown.
     sha256: 64 hex digits; "" if unknown.
     """
 
@@ -127,8 +127,8 @@ class Transfer:
     ) -> None:
         """Read the metadata of a partial file, if there is one.
 
-        url: of the file. path: where it is written. shared: the state of all downloads. advice: what to do if
-        the server has no such file, for the message.
+        url: the URL of the file. path: where the file is written. shared: the state of all downloads. advice:
+        the remedy that the message about an HTTP error, such as 404, shows.
         """
         self.path, self.shared, self.advice = path, shared, advice
         self.metadata_path = path.with_name(f"{path.name}.json")
@@ -137,13 +137,14 @@ class Transfer:
 
     @property
     def received(self) -> int:
-        """The bytes in the file at `path`; 0 if it does not exist."""
+        """The number of bytes in the file at `path`; 0 if the file does not exist."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def run(self) -> RemoteFile:
         """Send requests until the file is complete; returns its metadata.
 
-        Raises DataError if the download fails or the file cannot be written, StoppedError if it is stopped.
+        Raises DataError if the download fails or the file cannot be written, StoppedError if the download is
+        stopped.
         """
         retries = Retries(self.remote.url, self.shared)
         while self.remote.size < 0 or self.received != self.remote.size:
@@ -244,10 +245,10 @@ class Transfer:
 
 
 def open_url(url: str, headers: Mapping[str, str]) -> tuple[Any, str]:
-    """Send a GET request; returns (response, the sha256 that a model hub sends in X-Linked-ETag, or "").
+    """Send a GET request; returns (response, sha256 of the file).
 
-    headers: more headers of the request. Raises InterruptedTransferError for failures that may be temporary,
-    urllib's HTTPError for others.
+    The sha256 is the one that a model hub sends in X-Linked-ETag; "" if there is none. headers: more headers
+    of the request. Raises InterruptedTransferError if the failure may be temporary, else urllib's HTTPError.
     """
     redirects = _Redirects()
     request = urllib.request.Request(

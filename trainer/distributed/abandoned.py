@@ -1,8 +1,8 @@
 """Ends process groups that were given up while collectives were in flight.
 
 Gloo ends such a collective only after its time-out, which is minutes. Until then a thread of Gloo may use a
-whole core: it waits until a socket can be written, which is always so, for a tensor that is gone (seen with
-torch 2.13). So the connections of the group are shut down; its collectives then fail at once, on both sides.
+whole core: it polls a socket that is always writable, although the tensor to send is gone (seen with torch
+2.13). So the connections of the group are shut down; its collectives then fail at once, on both sides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WATCHED = re.compile(r"^tfd:.*\sino:([0-9a-f]+)", re.MULTILINE)  # in /proc/self
 def watched_sockets() -> set[int]:
     """Inode numbers of the sockets and pipes that threads of this process wait for with epoll, as Gloo's do.
 
-    A number is not used again, unlike a file descriptor.
+    Unlike a file descriptor, an inode number is not used again.
     """
     found: set[int] = set()
     for descriptor, target in _descriptors():
@@ -38,10 +38,12 @@ def watched_sockets() -> set[int]:
 def drop(
     groups: list[Any], in_flight: dict[int, tuple[Any, Any]], sockets: Collection[int], store_port: int
 ) -> None:
-    """Drop process groups, with their threads and sockets, once no collective is in flight.
+    """Wait until no collective is in flight, then drop process groups with their threads and sockets.
 
-    groups, in_flight: cleared at the end; until then they keep groups, works and tensors in memory. sockets:
-    those of the groups, as of `watched_sockets`. store_port: of the rendezvous store, whose connections stay.
+    Shuts down the connections if collectives are in flight for more than GRACE_SECONDS. groups: torch's
+    handles of the process groups. in_flight: {id: (torch's handle of a collective, its tensors)}. Both are
+    cleared at the end, and keep their contents in memory until then. sockets: inode numbers of the groups'
+    sockets (see `watched_sockets`). store_port: port of the rendezvous store, whose connections stay open.
     """
     began = time.monotonic()
     while not all(work.is_completed() for work, _ in in_flight.values()):

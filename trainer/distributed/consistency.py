@@ -1,5 +1,6 @@
-"""The check before step 0 that all ranks have the same run: records exchanged over the store and compared.
+"""The check before step 0 that all ranks train the same run.
 
+The ranks exchange records of their settings, versions and data over the rendezvous store, and compare them.
 No collective is started before this check, so ranks that differ can end with a table of fields and hosts.
 """
 
@@ -41,10 +42,10 @@ class Record:
 
     rank, host, address: of the rank.
     compared: {name: text} of what must be equal on all ranks: settings, versions, hashes of code and data.
-    shown: {name: text} of what is only printed, such as interface and arithmetic.
+    shown: {name: text} of what may differ and is only printed, such as the network interface.
     problem: why the rank cannot train, a sentence; "" if it can.
-    facts: {name: text} about its host, for the tracker (see host_facts).
-    endpoint: address of its health endpoint; "" without one.
+    facts: {name: text} about the host of the rank, for the tracker (see host_facts).
+    endpoint: address of the rank's health endpoint; "" if it has none.
     """
 
     rank: int
@@ -77,11 +78,11 @@ def make_record(
     """The record of this rank: settings, versions, hashes of code and data, and facts of the host.
 
     env, run_file: of this rank.
-    options: what it can compute on; None if that is unknown.
-    rows: its packed rows; None if it has none.
-    hashes: {name: digest} of its data; None if it has none.
-    problem: why it cannot train, a sentence; "" if it can.
-    endpoint: address of its health endpoint; "" without one.
+    options: the devices on which this rank can compute; None if they are unknown.
+    rows: the packed rows of this rank; None if it has none.
+    hashes: {name: digest} of the data of this rank; None if it has no data.
+    problem: why this rank cannot train, a sentence; "" if it can.
+    endpoint: address of the health endpoint of this rank; "" if it has none.
     """
     compared = {
         "run_id": run_file.run_id,
@@ -114,12 +115,13 @@ def check_consistency(
     arrival_seconds: float = ARRIVAL_SECONDS,
     is_alive: Callable[[int], bool] = lambda rank: False,
 ) -> list[Record]:
-    """Exchange the records of all ranks through the rendezvous store; returns them in rank order.
+    """Exchange the records of all ranks and compare them; returns the records in rank order.
 
-    store: None with one rank. mine: the record of this rank. world_size: number of ranks. arrival_seconds: in
-    which the other ranks must arrive; those for which `is_alive`, a function of the rank, is true have
-    LOADING_SECONDS more. Raises Final on every rank if one cannot train or if records differ; Retryable if a
-    rank does not arrive or the store is lost.
+    store: the rendezvous store; None with one rank. mine: the record of this rank. world_size: number of
+    ranks. arrival_seconds: time in which all ranks must arrive. is_alive: returns whether a rank is running;
+    while all missing ranks are running, they have LOADING_SECONDS more. Raises Final on every rank if a rank
+    cannot train, if records differ, or if `check_layout` does; Retryable if a rank does not arrive or the
+    store is lost.
     """
     records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds, is_alive)
     if len({record.problem for record in records}) > 1:
@@ -177,9 +179,9 @@ def _exchange(
 
 
 def compare(records: list[Record]) -> dict[str, list[str]]:
-    """The compared fields that differ: {field: its value on each rank, in rank order; "-" for none}.
+    """The compared fields that differ: {field: list of its values on all ranks, in rank order}.
 
-    records: of all ranks, in rank order.
+    A rank without the field has the value "-". records: of all ranks, in rank order.
     """
     names = list(dict.fromkeys(name for record in records for name in record.compared))
     values = {name: [record.compared.get(name, "-") for record in records] for name in names}
@@ -190,7 +192,7 @@ def compare(records: list[Record]) -> dict[str, list[str]]:
 
 
 def name_differences(differences: dict[str, list[str]], records: list[Record]) -> str:
-    """A clause for each field that differs, with its values and hosts, as text.
+    """Text with a clause for each field that differs: the usual value, and the ranks with other values.
 
     differences, records: as for `explain`.
     """
@@ -205,9 +207,9 @@ def name_differences(differences: dict[str, list[str]], records: list[Record]) -
 
 
 def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[str, str]:
-    """Explain differences between ranks: (a sentence with the fields and hosts, a table with all values).
+    """Explain differences between ranks: (a sentence with the fields and ranks, a table with all values).
 
-    differences: field -> its value on each rank, in rank order. records: of each rank.
+    differences: the result of `compare` for `records`. records: of all ranks, in rank order.
     """
     table = [["field", *map(str, records)], *([name, *row] for name, row in differences.items())]
     return (

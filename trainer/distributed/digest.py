@@ -31,9 +31,9 @@ def tensor_digest(tensor: Tensor) -> int:
 
 
 def minority_ranks(values: Sequence[Hashable]) -> list[int]:
-    """The ranks whose value is not that of more than half of all ranks; all ranks if there is no majority.
+    """The ranks whose value differs from that of the majority; all ranks if no value has a majority.
 
-    values: the value of each rank, in rank order.
+    values: the value of each rank, in rank order. A majority is more than half of all ranks.
     """
     usual, count = Counter(values).most_common(1)[0]
     return [rank for rank, value in enumerate(values) if 2 * count <= len(values) or value != usual]
@@ -70,9 +70,10 @@ class ParameterCheck:
     """
 
     def __init__(self, group: Collectives, model: nn.Module, run_dir: Path) -> None:
-        """Read the digests of an earlier attempt. All ranks call this together: it gathers their steps.
+        """Read the digests of an earlier attempt, and gather from all ranks the steps of these digests.
 
-        group: the ranks. model: its parameters are compared. run_dir: has the digests.
+        All ranks call this together. group: the ranks. model: its parameters are compared. run_dir: the run
+        directory, with the file of digests.
         """
         self._group, self._model = group, model
         self._compared_at = 0  # the step of the last comparison
@@ -82,10 +83,11 @@ class ParameterCheck:
         self.recheck_at = steps[0] if len(steps) == 1 else 0  # 0: never, or not equal on all ranks
 
     def __call__(self, step: int) -> str:
-        """Compare the parameters after `step`, once per step.
+        """Compare the parameters of all ranks after `step`, once per step.
 
-        Returns "", or a sentence on a difference in an earlier attempt. Raises Final on every rank, naming
-        the faulty ones, if parameters differ in a single bit.
+        Returns a sentence on the ranks that were wrong in an earlier attempt, if its parameters differed
+        after this step; else "". Raises Final on every rank, naming the faulty ranks, if any bit of a
+        parameter differs between ranks.
         """
         if self._group.world_size == 1 or step == self._compared_at:
             return ""

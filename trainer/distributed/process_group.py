@@ -2,9 +2,9 @@
 
 Tensors on a CPU go over Gloo, those on a GPU over NCCL.
 
-A failed collective means that a peer is gone or unreachable; it becomes PeerLost, which names the peer.
-Bytes are counted as Gloo's algorithms send them: ring all-reduce and all-gather, each piece of an
-exchange once, binomial broadcast.
+A failed collective means that a peer is gone or unreachable; PeerLost is raised, which names the peer.
+Bytes are counted as Gloo's algorithms send them: a ring for all-reduce and all-gather, a binomial tree for
+broadcast, and each piece of an exchange once.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Peer:
 
 
 class Collectives:
-    """The collectives of the ranks of a run. `open` creates it when all ranks are connected.
+    """The collectives of the ranks of a run. `open` connects the ranks and creates the object.
 
-    rank, world_size: of this rank. peers: all ranks, in rank order.
+    rank: the number of this rank. world_size: the number of ranks. peers: all ranks, in rank order.
     owner_speeds: relative speed of each rank, by which matrices are assigned to owner ranks; empty: equal.
-    bytes_sent: that this rank has sent so far.
+    bytes_sent: the number of bytes that this rank has sent so far.
     is_waiting: whether the main thread waits in a collective.
-    interruption: returns why to give up waiting for the other ranks, or ""; None: a wait ends only with its
-        collective.
+    interruption: function that returns why waits for other ranks must end, or "" if they need not; None: a
+        wait ends only with its collective.
     """
 
     def __init__(self, env: RankEnv, peers: list[Peer]) -> None:
@@ -110,11 +110,11 @@ class Collectives:
     ) -> Collectives:
         """Start the process group of torch.distributed; returns when all ranks are connected.
 
-        peers: all ranks, in rank order. store: the rendezvous store; None with one rank. device: that of the
-        tensors to reduce; on a GPU, NCCL also connects, with a time-out of a minute. name: the prefix of the
-        group's keys in `store`; each group needs another one. timeout: Gloo gives up connecting after five
-        times this time. Raises PeerLost if a rank cannot be connected.
-        NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the network interface.
+        env: environment of this rank. peers: all ranks, in rank order. store: the rendezvous store; None with
+        one rank. device: the device of the tensors to reduce; for a GPU, NCCL connects too, with a time-out
+        of a minute. name: the prefix of the group's keys in `store`, different for each group. timeout: Gloo
+        gives up connecting after five times this time. Raises PeerLost if a rank cannot be connected.
+        The variables NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME select the network interface.
         """
         group = cls(env, peers)
         group._timeout = timeout
@@ -140,7 +140,7 @@ class Collectives:
         return group
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of all collectives. It calls a private function: torch has no public one."""
+        """Set the time-out of all collectives, with a private function of torch, which has no public one."""
         if self.world_size > 1:
             dist.distributed_c10d._set_pg_timeout(timeout)
 
@@ -156,7 +156,7 @@ class Collectives:
 
         If another thread waits for a collective, its wait ends with PeerLost. Collectives in flight may still
         write into their tensors, and the destructor of a process group would wait for them. So a background
-        thread holds groups and tensors until these collectives have ended, and sees to it that they end.
+        thread holds groups and tensors until these collectives have ended, and ends them (see abandoned.py).
         """
         self._is_abandoned = True
         if dist.is_initialized():
@@ -181,9 +181,9 @@ class Collectives:
         self.wait([self.start_broadcast(tensor, owner) for owner, tensor in owned.items()])
 
     def wait(self, pending: Iterable[Pending]) -> list[Any]:
-        """Wait for started collectives and return their results, in order. Raises PeerLost.
+        """Wait for started collectives and return their results, in order.
 
-        All ranks must start collectives in the same order.
+        All ranks must start collectives in the same order. Raises PeerLost if a collective fails.
         """
         with self.waiting(), self._peer_errors():
             return [wait() for wait in pending]
@@ -196,11 +196,11 @@ class Collectives:
         )
 
     def start_reduce(self, tensor: Tensor, owner: int, dtype: torch.dtype | None = None) -> Pending:
-        """Start to add the flat tensors of all other ranks to that of `owner`, in place.
+        """Start to add the flat tensors of all other ranks to the tensor of rank `owner`, in place.
 
-        dtype: the number format in which they are sent; None: that of the tensor. `wait` completes the sum,
-        which the owner adds in rank order. Gloo's reduce is not used because the owner would send data too,
-        and Gloo's gather because it takes as much memory again as it receives.
+        `wait` completes the sum; the owner adds the tensors in rank order. dtype: the number format in which
+        tensors are sent; None: that of `tensor`. Gloo's reduce is not used because the owner would send data
+        too, and Gloo's gather because it needs twice the memory of the received data.
         """
         if self.world_size == 1 or not tensor.numel():
             return lambda: None
@@ -311,7 +311,7 @@ class Collectives:
     # -- small messages --------------------------------------------------------------------------------
 
     def gather_int64(self, values: Tensor) -> Tensor:
-        """The int64 `values` of every rank, shape (n,), on every rank: shape (world_size, n)."""
+        """Gather the int64 `values`, shape (n,), of all ranks on every rank: shape (world_size, n)."""
         if self.world_size == 1:
             return values[None]
         table = values.new_empty((self.world_size, values.numel()))
@@ -322,7 +322,7 @@ class Collectives:
         return table
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """The bytes `mine` of every rank, in rank order, on every rank. Their lengths may differ."""
+        """Gather the bytes `mine` of all ranks on every rank, in rank order. The lengths may differ."""
         lengths = self.gather_int64(torch.tensor([len(mine)])).flatten().tolist()
         if not any(lengths):
             return [b""] * self.world_size
@@ -333,7 +333,7 @@ class Collectives:
         return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]
 
     def raise_problems(self, problem: str | None) -> None:
-        """Raise Final on every rank if one passes a `problem`, a sentence; None or "" is no problem."""
+        """Raise Final on every rank if any rank passes a `problem`, a sentence. None or "": no problem."""
         if self.world_size == 1:
             if problem:
                 raise Final(problem)
@@ -343,9 +343,9 @@ class Collectives:
                 raise Final(f"{peer}: {sentence.decode()}")
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Broadcast the tensors of rank 0; returns them, on other ranks on the CPU.
+        """Broadcast the tensors of rank 0; returns them on every rank as {name: tensor}.
 
-        tensors: on rank 0 {name: tensor}; None on the other ranks.
+        tensors: on rank 0 {name: tensor}; None on the other ranks, which receive CPU tensors.
         """
         if self.world_size == 1:
             return dict(tensors or {})
@@ -373,9 +373,10 @@ class Collectives:
         return received
 
     def send(self, tensor: Tensor, owner: int, receivers: Sequence[int]) -> Tensor:
-        """Send the CPU tensor of rank `owner` to some ranks. All ranks call it with one of the same shape.
+        """Send the CPU tensor of rank `owner` to the ranks `receivers`.
 
-        Returns the tensor received on `receivers`, and `tensor` itself on other ranks.
+        All ranks call it, each with a tensor of the same shape. Returns the received tensor on `receivers`,
+        and the values of `tensor` on other ranks.
         """
         flat, is_receiver = tensor.detach().contiguous().view(-1), self.rank in receivers
         result = torch.empty_like(flat) if is_receiver else flat
@@ -393,9 +394,10 @@ class Collectives:
         return result.view(tensor.shape)
 
     def open_channel(self, name: str) -> Channel:
-        """Connect the ranks a second time, for use by another thread. All ranks call it. Raises PeerLost.
+        """Connect the ranks a second time, for use by another thread. All ranks call it.
 
-        name: of the connection, equal on all ranks.
+        name: a name for the new process group, equal on all ranks. Raises PeerLost if a rank cannot be
+        connected.
         """
         if self.world_size == 1:
             return Channel(self, None)
@@ -403,10 +405,12 @@ class Collectives:
             return Channel(self, self.connect_again(name))
 
     def connect_again(self, name: str, ranks: Sequence[int] | None = None) -> Any:
-        """A process group of torch.distributed beside this one, of `ranks`; None: of all. All ranks call it.
+        """Open another process group beside this one; returns torch's handle of it. All ranks call it.
 
-        Connecting has AGAIN times the time-out of this group, so that it cannot hang: ranks of an elastic run
-        then agree on their members again. Its collectives have UNMEASURED_TIMEOUT. Raises RuntimeError.
+        name: its description. ranks: the ranks of the new group; None: all. Connecting has AGAIN times the
+        time-out of this group, so that it cannot hang: ranks of an elastic run then agree on their members
+        again. Collectives of the new group have UNMEASURED_TIMEOUT. Raises RuntimeError if a rank cannot be
+        connected.
         """
         before = abandoned.watched_sockets()
         made = dist.new_group(ranks, AGAIN * self._timeout, backend="gloo", group_desc=name)
@@ -447,16 +451,19 @@ class Collectives:
 
 
 class Channel:
-    """A second process group of the same ranks, which one other thread may use beside the first.
+    """A second process group of the same ranks, which another thread may use while the first is in use.
 
-    group: the first one. process_group: torch's handle of the second one; None with one rank.
+    group: the first process group. process_group: torch's handle of the second one; None with one rank.
     """
 
     def __init__(self, group: Collectives, process_group: Any) -> None:
         self._group, self._process_group = group, process_group
 
     def exchange(self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """As `Collectives.start_exchange`, and wait for it; returns the pieces received. Raises PeerLost."""
+        """Exchange pieces as `Collectives.start_exchange` does, and wait; returns the flat tensor received.
+
+        Raises PeerLost if the exchange fails.
+        """
         received = tensor.new_empty(sum(receives))
         if self._process_group is None:
             return received

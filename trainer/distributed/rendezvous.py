@@ -1,6 +1,6 @@
 """The rendezvous store, through which ranks find each other before any collective.
 
-The agent of torchrun on the coordinator owns the store; without an agent, rank 0 does.
+The agent of torchrun on the coordinator owns the store if `RankEnv.agent_store` is true, otherwise rank 0.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def prefix_of(env: RankEnv) -> str:
 def open_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_SECONDS) -> dist.Store:
     """Connect to the rendezvous store; returns it. Its keys get the prefix of this attempt.
 
-    env: has the address of the store. is_master: whether the caller opens and owns it. seconds: the longest
-    wait. Raises RuntimeError or ValueError if the store does not answer in time.
+    env: has the address of the store. is_master: whether this process opens and owns the store. seconds: the
+    longest wait. Raises RuntimeError or ValueError if the store does not answer in time.
     """
     return dist.PrefixStore(prefix_of(env), open_tcp_store(env, is_master, seconds))
 
@@ -33,7 +33,7 @@ def open_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_SECO
 def open_tcp_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_SECONDS) -> dist.TCPStore:
     """As `open_store`, but the keys of the returned store have no prefix.
 
-    With port 0 in `env`, the owner lets the kernel pick a port, the attribute `port` of the store.
+    If `env.master_port` is 0, the kernel picks the port; the attribute `port` of the store has it.
     """
     return dist.TCPStore(
         env.master_addr,
@@ -61,8 +61,8 @@ def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist
     """Connect to the rendezvous store and register this rank; returns the store.
 
     env, run_id: environment and run of this rank. Keys of the returned store have the prefix of this attempt.
-    Raises Retryable if the store does not answer within `seconds`, or if the rank is registered already: it
-    is then the store of an attempt that is ending.
+    Raises Retryable if the store does not answer within `seconds`, or if the rank is registered already: the
+    store then belongs to an attempt that is ending.
     """
     try:
         mine = open_store(env, is_master=env.is_coordinator and not env.agent_store, seconds=seconds)

@@ -26,17 +26,17 @@ class StepReport:
     """What one rank reports to the others at the end of a step.
 
     loss_sum: sum of the losses of its rows, in nats.
-    seconds: that it has computed. rows: number of its rows.
-    next_batch: checksum of the next step's batch. It is compared one step ahead, because the active rows of a
-        batch determine the shapes of the collectives of its step: they can only complete if all ranks have
-        the same batch.
+    seconds: the time that the rank has computed. rows: the number of its rows.
+    next_batch: checksum of the next step's batch. The ranks compare it one step ahead, because the active
+        rows of a batch determine the shapes of the collectives of its step: the collectives can only complete
+        if all ranks have the same batch.
     Requests of rank 0 to all ranks:
     stop: end the run. save: write a checkpoint. failed_save: a checkpoint could not be written.
     copy: send the newest checkpoint to the hosts that keep copies.
     shares: rows per rank from the next step on; empty: unchanged.
-    snapshot: in an elastic run, copy the state to rank 0.
+    snapshot: in an elastic run, copy the state to the ranks that hold copies (rank 0, or ranks 0 and 1).
     Request of any rank of an elastic run:
-    change: ranks leave or join after this step.
+    change: change the members after this step, because ranks leave or join.
     """
 
     loss_sum: float
@@ -57,7 +57,7 @@ class StepSummary:
     """What every rank receives at the end of a step: the reports of all ranks, combined.
 
     loss_sum: sum of the losses of the step, in nats.
-    seconds: that each rank has computed, by rank. next_batches: `next_batch` of each rank.
+    seconds: the time that each rank has computed, by rank. next_batches: `next_batch` of each rank.
     shares: rows per rank from the next step on; empty: unchanged.
     stop, save, failed_save, change, snapshot, copy: whether a rank has made this request (see StepReport).
     """

@@ -3,7 +3,8 @@
     link = Subgroup.open(group, "checkpoint copies", members=[0, 2], source=0)    # all ranks call it
     link.broadcast(tensor)                                                        # members only, in one order
 
-Gloo moves the bytes, on a GPU too. A member that stays away makes the others fail after UNMEASURED_TIMEOUT.
+Gloo moves the bytes, on a GPU too. If a member does not call a collective, the collective fails on the other
+members after UNMEASURED_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from trainer.distributed.process_group import Collectives
 
 
 class Subgroup:
-    """A process group of some ranks of a run. Failures raise PeerLost.
+    """A process group of some ranks of a run. Its collectives raise PeerLost if they fail.
 
-    rank: of this process in the whole group. members: ranks of the subgroup, ascending.
+    rank: rank of this process among all ranks of the run. members: ranks of the subgroup, ascending.
     peers: the same ranks with their hosts. source: the rank that broadcasts.
     """
 
@@ -34,8 +35,8 @@ class Subgroup:
     def open(cls, group: Collectives, name: str, members: Sequence[int], source: int) -> Subgroup:
         """Connect the ranks `members`.
 
-        All ranks of `group` call it, in the same order with other collectives. name: of the subgroup. source:
-        the member that broadcasts.
+        All ranks of `group` call it, and start it and other collectives in the same order. name: name of the
+        subgroup. source: the member that broadcasts. Raises PeerLost if a member cannot be connected.
         """
         ranks = sorted(members)
         try:
@@ -54,7 +55,10 @@ class Subgroup:
         self._finish(lambda: dist.broadcast(tensor, self.source, self._process_group, async_op=True), tensor)
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The `values` of every member, on every member, in the order of `members`. All have equal shapes."""
+        """Gather the `values` of all members on every member; returns them in the order of `members`.
+
+        values: a tensor of the same shape on every member.
+        """
         rows = [torch.empty_like(values) for _ in self.members]
         self._finish(lambda: dist.all_gather(rows, values, self._process_group, async_op=True), rows)
         return rows

@@ -1,14 +1,16 @@
-"""How the ranks of a run agree on its members: the coordinator proposes, the others accept.
+"""How the ranks of a run agree on its members: the coordinator proposes them, the other ranks accept.
 
-Only one rank decides, so that two histories of a run cannot exist. That is the coordinator, rank 0. When it
-is lost, the other hosts elect another one with coordinator_failover (election.py); without it, their units
-restart the run. A coordinator that was elected needs a majority of the hosts in each view.
+Only the coordinator, which is rank 0, decides, so that the ranks cannot disagree. If the coordinator is lost
+in a run with coordinator_failover, the other hosts elect another one (election.py); in other runs, the
+systemd units restart the run. An elected coordinator needs a quorum of hosts in each view: more than half of
+the hosts, or one of two hosts, and at least min_hosts.
 
-The coordinator proposes a view. Each member accepts it, and the coordinator commits it when all have. A
-member that does not accept in time is left out of the next proposal. Nothing here starts a collective.
+A view is the list of members between two changes. The coordinator proposes a view. Each member accepts it,
+and the coordinator commits the view when all members have accepted. A member that does not accept in time is
+left out of the next proposal. Nothing here starts a collective.
 
-Hosts that are added to an active run have numbers from the world size on. They are members as all others, but
-do not count for the majority, which is one of the hosts at the start: so it is the same for all of these.
+Hosts that are added to an active run have numbers from the world size on. They are members like the others,
+but only the hosts at the start of the run count for the quorum, so that all hosts need the same number.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ ADDED_RANKS = 16  # the most ranks that are added to an active run
 class Coordinator:
     """Decides which ranks are the members of an elastic run: proposes views to the members and commits them.
 
-    The attribute `me` is the member on this rank.
+    The attribute `me` is this rank as a member.
     """
 
     def __init__(
@@ -51,13 +53,13 @@ class Coordinator:
     ) -> None:
         """Begin as the coordinator of a run.
 
-        keys: the messages between the ranks (keys.py).
-        me: this rank. world_size: number of ranks at launch.
-        min_hosts: the least number of hosts in a view. For a coordinator that was elected, it is a majority
-            of the hosts, and a change of the members waits for so many.
-        clock, sleep: those of the module time; a simulation has its own.
-        is_replaced: returns whether other hosts have elected another coordinator; None if this one was not
-            elected.
+        keys: reads and writes the messages between the ranks (keys.py).
+        me: this rank as a member.
+        world_size: the number of ranks at the start of the run, without those that are added later.
+        min_hosts: the least number of hosts in a view. For an elected coordinator it is the quorum.
+        clock, sleep: monotonic and sleep of the module time; a simulation has its own.
+        is_replaced: returns whether other hosts have elected another coordinator; None in a run without
+            elections.
         """
         self._keys, self.me, self._world_size, self._min_hosts = keys, me, world_size, min_hosts
         self._clock, self._sleep, self._is_replaced = clock, sleep, is_replaced
@@ -71,13 +73,15 @@ class Coordinator:
         expected: Iterable[int] | None = None,
         kind: str = "",
     ) -> View:
-        """Wait for the ranks of the run, at most FIRST_SECONDS, and agree on the first view; returns it.
+        """Wait for the ranks of the run and agree with them on the first view; returns the view.
 
-        is_loading: returns whether the rank with this number still loads; the wait then continues. expected:
-        the ranks that will come; None: all. kind: device kind of a run that this rank continues from its
-        memory; else "". With at least min_hosts hosts the run starts without the ranks that have not arrived.
-        Ranks that were added join in the next view: one that differs is then refused alone.
-        Raises Final if the records of the members differ; Retryable if too few arrive.
+        The wait lasts FIRST_SECONDS at most, or longer while a missing rank still loads. The run then starts
+        without the missing ranks, if at least min_hosts hosts are present. Ranks that were added to an active
+        run join in the next view: if such a rank differs from the run, only that rank is refused.
+        is_loading: returns whether the rank with this number still loads. expected: numbers of the ranks to
+        wait for; None: all. kind: device kind of the run if this rank continues it from memory; else "".
+        Raises Final if a rank reports a problem or the records of the members differ; Retryable if too few
+        hosts arrive.
         """
         began, everyone = self._clock(), set(range(self._world_size))
         awaited = everyone if expected is None else everyone & set(expected)
@@ -99,12 +103,13 @@ class Coordinator:
     def next_view(
         self, view: View, is_dead: Callable[[Member], bool], seconds: float = READY_SECONDS
     ) -> View:
-        """Agree on the view that follows `view`; returns it.
+        """Agree on the view that follows `view`; returns the next view.
 
-        It has the members that are ready, and applicants. is_dead: returns whether a member cannot become
-        ready. seconds: the longest wait for the members for which it is false; a member sets its key `ready`
-        when it has stopped. Raises Retryable if fewer than min_hosts hosts are left; a coordinator that was
-        elected first waits QUORUM_SECONDS for hosts that come back.
+        It has the members of `view` that stay and are ready, and the ranks that ask to join. A member sets
+        its key `ready` when it no longer takes part in collectives of `view`. is_dead: returns whether a
+        member is lost and cannot become ready. seconds: the longest wait for members that are not lost.
+        Raises Retryable if fewer than min_hosts hosts remain; an elected coordinator first waits
+        QUORUM_SECONDS for hosts to return.
         """
         generation, began = view.generation, self._clock()
         leaving = {member.number for member in view.members if self._leaves(member)}
@@ -139,9 +144,9 @@ class Coordinator:
     def applicants(self, members: Iterable[Member]) -> list[Member]:
         """The ranks that have asked to join and that the coordinator admits, as members.
 
-        members: the present members, which are left out. A rank is left out while it waits after several
-        losses. A rank whose record differs from the coordinator's is refused: its key `refused` gets the
-        reason.
+        members: the present members; they are not in the result. A rank that was lost several times is not
+        in the result until its delay is over. A rank that reports a problem, or whose record differs from the
+        coordinator's, is refused: the reason is written to its key `refused`.
         """
         there = {member.number for member in members}
         admitted = []
@@ -247,8 +252,8 @@ class Coordinator:
 class Follower:
     """A rank other than the coordinator: asks to join the run, and accepts views.
 
-    keys: the messages between the ranks (keys.py). me: this rank as a member. clock, sleep: those of the
-    module time; a simulation has its own.
+    keys: reads and writes the messages between the ranks (keys.py). me: this rank as a member. clock, sleep:
+    monotonic and sleep of the module time; a simulation has its own.
     """
 
     def __init__(
@@ -276,11 +281,12 @@ class Follower:
         self._keys.set(f"ready/{generation}/{self.me.number}", str(self.me.incarnation))
 
     def follow(self, generation: int, seconds: float | None = VIEW_SECONDS) -> View:
-        """Wait for a committed view newer than `generation` that has this rank; returns it.
+        """Wait for a committed view that is newer than `generation` and has this rank; returns the view.
 
-        Accepts its proposal. seconds: the longest wait; None: without end, for a rank that joins. Raises
-        Retryable if the coordinator leaves this member out or no view comes in time; Final if the coordinator
-        refuses this rank; the outcome of the run if the run has ended.
+        Accepts each proposed view that has this rank. seconds: the longest wait; None, for a rank that joins:
+        no limit. Raises Retryable if the coordinator leaves this member out, or if no view is committed in
+        time; Final if the coordinator refuses this rank; the RunEnd with the outcome of the run if the run
+        has ended.
         """
         began, accepted = self._clock(), generation
         while seconds is None or self._clock() - began < seconds:

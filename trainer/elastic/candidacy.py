@@ -1,12 +1,14 @@
-"""The part of this host in elections of a coordinator: its messages, and the file with its term.
+"""The part of this host in elections of a coordinator: its messages, and the file that keeps its term.
+
+A term is the time under one coordinator; it has a number that grows with each election (election.py).
 
     candidacy = Candidacy(env, run_file, run_dir, log)     # a port, and a thread for each other host
     env = candidacy.elect()                                # waits until a coordinator is elected
-    candidacy.newer_term                                   # later: whether others have elected another one
+    candidacy.newer_term                                   # later: whether another coordinator is elected
     env = candidacy.elect()                                # again, after the coordinator was lost
 
-Each host answers at the same port. The coordinator opens its rendezvous store at another port, which the
-kernel picks, and names it in its answers. A connection carries three lines of JSON:
+All hosts answer at the same port number. The coordinator opens its rendezvous store at another port, which
+the kernel picks, and names it in its answers. A connection carries three lines of JSON:
 
     {"nonce"}                          from the host that answers
     {"nonce", "notice", "signature"}   from the host that asks
@@ -15,7 +17,7 @@ kernel picks, and names it in its answers. A connection carries three lines of J
 A host that was added to an active run only asks: it learns who coordinates, and has no vote.
 
 A signature (HMAC-SHA256, with the secret of the fleet) covers both nonces, which are random, so a message
-that is repeated later has no effect. It also covers the run and its hosts.
+that is repeated later has no effect. It also covers the run id and the names of the hosts.
 """
 
 from __future__ import annotations
@@ -60,20 +62,23 @@ PORT_SECONDS = 10.0  # for the process of the last attempt to close its port
 
 
 class Candidacy:
-    """The part of this host in elections of a coordinator: threads ask the other hosts and answer them.
+    """Takes part in elections of a coordinator for this host: threads ask the other hosts and answer them.
 
-    election: the rule that decides, with what this host has learned.
-    quorum: the hosts that a coordinator needs, with itself.
-    is_first: whether the run had no coordinator before the elected one.
+    election: the present or last election, with the notices of the other hosts.
+    quorum: the number of hosts that a coordinator needs, its own included.
+    is_first: whether the elected coordinator is the first one of the run.
     store: the rendezvous store, if this host is the coordinator; else None.
-    electors: on the coordinator, indices of the hosts that had a connection to it when it was elected.
+    electors: on the coordinator, indices of its own host and of the hosts that could connect to it when it
+        was elected.
     """
 
     def __init__(self, env: RankEnv, run_file: RunFile, run_dir: Path, log: RunLogger) -> None:
-        """Start to answer at the port that `env` has for the rendezvous store, and to ask the other hosts.
+        """Start to ask the other hosts, and to answer them at the port `env.master_port`.
 
-        env: has the addresses of all hosts. run_file: the run. run_dir: keeps the term in term.json. Raises
-        Retryable if the port is in use, ConfigError if the secret of the fleet or term.json cannot be read.
+        A host that was added to an active run only asks. env: environment of this rank at launch, with the
+        addresses of all hosts. run_file: the run file. run_dir: the run directory, in which term.json keeps
+        the term. log: the logger of this rank. Raises Retryable if the port is in use; ConfigError if the
+        secret of the fleet or term.json cannot be read.
         """
         self._env, self._run_file, self._path, self._log = env, run_file, run_dir / TERM, log
         hosts = len(env.addresses)
@@ -109,7 +114,7 @@ class Candidacy:
                 time.sleep(0.2)
 
     def close(self) -> None:
-        """End the threads and close the port; a process that ends does so by itself."""
+        """End the threads and close the port. A process that ends need not call this."""
         self._closed.set()
         if self._server:
             self._server.shutdown()
@@ -117,7 +122,7 @@ class Candidacy:
 
     @property
     def newer_term(self) -> bool:
-        """Whether the hosts have elected another coordinator since the term of this host."""
+        """Whether this host has learned of a term after its own: another coordinator is then elected."""
         return self.election.known > self.election.term
 
     @property
@@ -126,7 +131,7 @@ class Candidacy:
         return self._name(0)
 
     def expected(self) -> list[int] | None:
-        """On the coordinator, the ranks that will join the run; None for all, as in a first election."""
+        """On the coordinator, the ranks for which its first view waits; None: all, after a first election."""
         hosts = len(self._env.addresses)
         return None if self.is_first else [(host - self._env.rank) % hosts for host in self.electors]
 
@@ -249,7 +254,8 @@ class Candidacy:
     def answer(self, connection: socket.socket) -> None:
         """Answer another host that has opened `connection` to ask this one.
 
-        Raises OSError, or ValueError for a message without a valid signature.
+        Raises OSError if the connection fails; ValueError, LookupError or TypeError if the message is
+        malformed or its signature is wrong.
         """
         deadline, mine = time.monotonic() + ANSWER_SECONDS, secrets.token_hex(16)
         send_line(connection, {"nonce": mine}, deadline)
@@ -266,7 +272,7 @@ class Candidacy:
 class Signer:
     """Signs and verifies the notices that the hosts of a run exchange in an election.
 
-    secret: of the fleet. run_file: its run_id and hosts are part of each signature.
+    secret: the secret of the fleet. run_file: the run file; each signature covers its run_id and hosts.
     """
 
     def __init__(self, secret: bytes, run_file: RunFile) -> None:
@@ -282,9 +288,10 @@ class Signer:
         return hmac.new(self._secret, text, hashlib.sha256).hexdigest()
 
     def verified(self, kind: str, first: str, second: str, message: dict[str, Any]) -> dict[str, Any]:
-        """The fields of the Notice in `message`, a dict with notice and signature.
+        """The fields of the Notice in `message`, after a check of the signature.
 
-        kind, first, second: as for `sign`. Raises ValueError if the signature is wrong.
+        message: has the keys notice and signature. kind, first, second: as for `sign`. Raises ValueError if
+        the signature is wrong.
         """
         notice = dict(message["notice"])
         expected = self.sign(kind, first, second, notice)
@@ -325,8 +332,9 @@ def _read(connection: socket.socket, deadline: float) -> dict[str, Any]:
 def read_term(path: Path, hosts: Sequence[str]) -> int:
     """The term in the file `path`, a term.json; NONE if there is no file.
 
-    hosts: names of the hosts of the run. If the file was written for other hosts, the result is the next term
-    in which the first of `hosts` is the coordinator. Raises ConfigError if the file is damaged.
+    hosts: names of the hosts of the run. If the file was written for other hosts, the result is the lowest
+    term, not below that in the file, whose coordinator is the first of `hosts`. Raises ConfigError if the
+    file is damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -3,22 +3,26 @@
     election = Election(me=1, hosts=3, quorum=2, term=0)
     election.asked(notice)            # another host has asked this one
     election.answered(notice)         # another host has answered this one
-    election.lost(host)               # it has ended
+    election.lost(host)               # another host has ended or is silent
     election.decide()                 # None until there is a coordinator
 
-Time is divided into terms, which are numbers that only grow. The coordinator of the term T is the host with
-the index T mod N, as in Viewstamped Replication (Liskov and Cowling, MIT-CSAIL-TR-2012-021). A host writes a
-term to its disk before it takes part in it, and never takes part in a lower one.
+A term is the time under one coordinator. Terms have numbers that only grow. The coordinator of the term T is
+the host with the index T mod N of N hosts, as in Viewstamped Replication (Liskov and Cowling,
+MIT-CSAIL-TR-2012-021). A host writes the number of a term to its disk before it takes part in that term, and
+never takes part in a lower term.
 
-Two histories of a run cannot exist, because a view needs a majority of the hosts in the same term
-(agreement.py): two majorities have a host in common, and once that host is in the higher term, no view of the
-lower one can be committed, nor can a step be trained in it. What follows here only decides who tries; if it
-decides wrongly, time is lost.
+With three or more hosts, a run cannot split into two that train different steps, because a view needs a
+majority of the hosts in the same term (agreement.py). Two majorities have a host in common. Once that host is
+in the higher term, no view of the lower term can be committed, and no step can be trained in it. With two
+hosts, one is enough: if they lose their connection, both may train, until the host in the lower term joins
+the other. The rule in this module only decides which host tries to coordinate; a wrong decision costs time
+and nothing else.
 
-Hosts without a coordinator ask each other several times a second. Each supports the first host after the last
-coordinator that answers and to which a majority has a connection. A host that a majority supports takes the
-next term that is its own. Nobody supports another host than the last coordinator in the first GRACE_SECONDS,
-unless that one has ended or was silent before.
+Hosts without a coordinator ask each other several times a second. Each host supports one host: the first one,
+from the last coordinator on, that answers and to which a majority has a connection. A host that a majority
+supports coordinates the next term T for which T mod N is its index. In the first GRACE_SECONDS of an
+election, the hosts support only the last coordinator, unless it has ended or was silent before. The first
+election of a run elects the host with the index 0.
 """
 
 from __future__ import annotations
@@ -41,9 +45,9 @@ class Notice:
     host: index of the sender in the list of hosts.
     term: the highest term in which the sender takes or took part in training; NONE before the first.
     known: the highest term of which the sender has learned.
-    seen: indices of the hosts that have asked the sender in the last FRESH_SECONDS, and its own.
-    supports: index of the host that the sender wants as the coordinator; None if it wants none, and while it
-        trains, because it then has one.
+    seen: indices of the sender and of the hosts that have asked the sender in the last FRESH_SECONDS.
+    supports: index of the host that the sender wants as the coordinator; None if there is no such host, or if
+        the sender has a coordinator already.
     port: port of the sender's rendezvous store, if the sender is the coordinator of `term`; else 0.
     """
 
@@ -58,7 +62,7 @@ class Notice:
     def load(cls, values: dict[str, Any]) -> Notice:
         """The notice whose fields are in the dict `values`.
 
-        Raises LookupError, TypeError or ValueError for bad ones.
+        Raises LookupError, TypeError or ValueError if a field is missing or invalid.
         """
         supports = values["supports"]
         return cls(
@@ -74,8 +78,8 @@ class Notice:
 class Elected(NamedTuple):
     """The result of an election.
 
-    term: its number. host: index of the host that is the coordinator of this term. port: of its rendezvous
-    store; 0 if this host is the coordinator and has yet to open the store.
+    term: the number of the term. host: index of the host that is its coordinator. port: port of the
+    coordinator's rendezvous store; 0 if this host is the coordinator and has yet to open the store.
     """
 
     term: int
@@ -87,13 +91,13 @@ class Election:
     """What one host has learned from the notices of the others, and the rule that finds the coordinator.
 
     me: index of this host in the list of hosts. hosts: number of hosts.
-    quorum: the hosts that a coordinator needs, with itself.
-    term: the term on the disk of this host, or NONE; later the term of the present coordinator.
+    quorum: the number of hosts that a coordinator needs, its own included.
+    term: the term on the disk of this host, or NONE; after `decide` has found a coordinator, its term.
     known: the highest term of which this host has learned.
-    previous: the same before the present coordinator was elected.
-    port: port of this host's rendezvous store, once it is the coordinator; else 0.
+    previous: on the coordinator, the value of `known` before it was elected.
+    port: port of this host's rendezvous store, if this host is the coordinator; else 0.
     is_over: whether `decide` has found a coordinator.
-    The caller writes the term of `decide` to the disk before it acts on it.
+    When `decide` returns a coordinator, the caller writes the term to the disk before it takes part in it.
     """
 
     def __init__(
@@ -116,17 +120,20 @@ class Election:
     # -- what this host learns -------------------------------------------------------------------------
 
     def asked(self, notice: Notice) -> None:
-        """Record the notice of a host that has asked this one: that host can connect to this one."""
+        """Record the notice in the question of another host, which can therefore connect to this host."""
         self._asked[notice.host] = self._clock(), notice
         self.known = max(self.known, notice.term, notice.known)
 
     def answered(self, notice: Notice) -> None:
-        """Record the notice with which another host has answered: this host can connect to that one."""
+        """Record the notice in the answer of another host, to which this host can therefore connect."""
         self._answered[notice.host] = self._clock(), notice
         self.known = max(self.known, notice.term, notice.known)
 
     def lost(self, host: int) -> None:
-        """Record that a host has ended or is silent: if it was the last coordinator, nobody waits for it."""
+        """Record that a host has ended or is silent.
+
+        If it is the last coordinator, the hosts need not wait GRACE_SECONDS for it.
+        """
         self._lost.add(host)
 
     def notice(self) -> Notice:
@@ -135,11 +142,11 @@ class Election:
         return Notice(self.me, self.term, self.known, tuple(self.seen()), supports, self.port)
 
     def seen(self) -> list[int]:
-        """Indices of the hosts that have asked this host in the last FRESH_SECONDS, and its own."""
+        """Indices of this host and of the hosts that have asked it in the last FRESH_SECONDS, sorted."""
         return sorted({self.me, *self._fresh(self._asked)})
 
     def reached(self) -> list[int]:
-        """Indices of the hosts that have answered this host in the last FRESH_SECONDS, and its own."""
+        """Indices of this host and of the hosts that have answered it in the last FRESH_SECONDS, sorted."""
         return sorted({self.me, *self._fresh(self._answered)})
 
     def _fresh(self, notices: dict[int, tuple[float, Notice]]) -> dict[int, Notice]:
@@ -154,9 +161,9 @@ class Election:
     # -- what it decides -------------------------------------------------------------------------------
 
     def decide(self) -> Elected | None:
-        """The elected coordinator, which is this host if a quorum supports it; None while there is none.
+        """The elected coordinator; None while there is none.
 
-        Sets `term` to the term of the coordinator.
+        It is this host if a quorum of hosts supports this host. Sets `term` to the term of the coordinator.
         """
         leaders = [
             each

@@ -1,12 +1,14 @@
 """What ranks write into the rendezvous store to agree on the members of a run.
 
-A member is named by its number, the rank that it has at launch, and by its incarnation: each process that
-starts as that rank has the next one. A view is the list of members of one generation.
+A member is identified by two numbers. Its number is its rank among all ranks of the run (`RankEnv.rank`); its
+rank in a view is its position among the members. Its incarnation is 1 for the first process that starts as
+that rank, 2 for the second, and so on. A view is the list of members of one generation.
 
-    nonce                       run id of the coordinator, with the nonce that signs (signed.py)
+    nonce                       run id of the coordinator, with the nonce of all signatures (signed.py)
+    incarnation/NUMBER          how many processes have started as a rank
     fetch/NUMBER                token of a rank that asks for the shared state before it joins (prefetch.py)
     join/NUMBER                 incarnation and consistency record of a rank that asks to join
-    leave/NUMBER                incarnation of a member that ends in order
+    leave/NUMBER                incarnation of a member that ends after the present step
     broken/GENERATION           why the members of a generation no longer wait for each other
     ready/GENERATION/NUMBER     incarnation of a member that waits for the next view
     proposal                    the newest view that the coordinator proposes
@@ -33,8 +35,8 @@ from trainer.distributed.consistency import Record
 class Member:
     """A rank that is a member of an elastic run, or asks to become one.
 
-    number: its rank at launch. incarnation: counts the processes that started as this rank; this one has the
-    highest. record: its consistency record.
+    number: its rank among all ranks of the run. incarnation: how many processes have started as this rank up
+    to this one. record: its consistency record.
     """
 
     number: int
@@ -49,8 +51,8 @@ class Member:
 class View:
     """The members of an elastic run between two changes.
 
-    generation: number of the view. members: in rank order; a member's rank is its position here. kind: device
-    kind of the run, "cpu"; "" before it is decided.
+    generation: number of the view. members: the members by ascending number; a member's rank in the view is
+    its position here. kind: device kind of the run: "cpu", or "" before it is decided.
     """
 
     generation: int
@@ -59,11 +61,11 @@ class View:
 
     @property
     def numbers(self) -> list[int]:
-        """The rank at launch of each member."""
+        """The number of each member, in the order of `members`."""
         return [member.number for member in self.members]
 
     def has(self, number: int, incarnation: int) -> bool:
-        """Whether the process `incarnation` of the launch rank `number` is a member."""
+        """Whether the process `incarnation` of the rank `number` is a member."""
         return any(each.number == number and each.incarnation == incarnation for each in self.members)
 
     def dump(self) -> str:
@@ -95,11 +97,11 @@ class Keys(Protocol):
         """The value of `key`; "" if it is not set."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number at `key`, which starts at 0; returns the sum."""
+        """Add `amount` to the number at `key`, 0 if it is not set; returns the sum."""
 
 
 class StoreKeys:
-    """The keys of membership in a rendezvous store of torch.distributed.
+    """Keys in a rendezvous store of torch.distributed, with the prefix "members".
 
     Several threads may use one object.
     """

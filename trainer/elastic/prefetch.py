@@ -1,8 +1,9 @@
-"""With sync=local, a rank receives the shared state before it joins, while the others train.
+"""With sync=local, a rank receives the shared state before it joins, while the other ranks train.
 
-The rank asks for it with the key fetch/NUMBER. A thread of the coordinator sends it over connections of this
-pair alone, so that a rank that is slow or lost holds up nobody. When the rank has joined, only those
-parameters are sent again that a sync round has changed since.
+The shared state is the outer parameters, their momentum, and the optimizer state of the coordinator. The rank
+asks for it with the key fetch/NUMBER (keys.py). A thread of the coordinator sends it over a connection that
+only these two ranks have, so that a slow or lost rank does not delay the others. After the rank has joined,
+it receives again only the outer parameters that a sync round has changed since.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ SENDER, RECEIVER = 0, 1  # ranks of the pair
 
 
 def send_state(store: dist.Store, sync: Local, optimizer: MuonAdamW) -> None:
-    """Send the outer state and the optimizer state of this rank to one that has asked. Raises RuntimeError.
+    """Send the outer state and the optimizer state of this rank to the rank that has asked for them.
 
-    store: only this pair uses it. sync, optimizer: another thread may train with them. The optimizer state
-    is then not that of one step, which an optimizer forgets.
+    store: a store that only these two ranks use, to connect. sync, optimizer: those of this rank; another
+    thread may train with them meanwhile. The optimizer state that is sent may then mix the states of several
+    steps, an error that fades as the receiver trains. Raises RuntimeError if the connection fails.
     """
     pair = _connect(store, SENDER)
     for state in sync.copy_outer():
@@ -40,7 +42,11 @@ def send_state(store: dist.Store, sync: Local, optimizer: MuonAdamW) -> None:
 
 
 def receive_state(store: dist.Store, sync: Local, optimizer: MuonAdamW) -> float:
-    """Receive what `send_state` sends, and load it; returns its size in MB. Raises RuntimeError."""
+    """Receive the state that `send_state` sends, and load it into `sync` and `optimizer`.
+
+    store: a store that only these two ranks use, to connect. Returns the size of the state in MB. Raises
+    RuntimeError if the connection fails.
+    """
     pair = _connect(store, RECEIVER)
     size = 0
 

@@ -42,9 +42,9 @@ CONNECT_TIMEOUT = timedelta(seconds=2)  # Gloo gives up connecting after five ti
 
 @dataclass
 class Kept:
-    """What a rank with sync=local keeps when its coordinator is lost, and continues from under the next one.
+    """What a rank with sync=local keeps when the coordinator is lost, to continue under the next coordinator.
 
-    meta: content of meta.json for a checkpoint of its last step. model, optimizer, sync: of this rank.
+    meta: content of meta.json for a checkpoint of the rank's last step. model, optimizer, sync: of this rank.
     """
 
     meta: dict[str, Any]
@@ -53,7 +53,10 @@ class Kept:
     sync: Local
 
     def state(self) -> State:
-        """The shared state as of a checkpoint, without sync rounds in flight; its tensors are not copied."""
+        """The shared state in the form of a checkpoint, without sync rounds in flight.
+
+        Its tensors are those of the model, the optimizer and the sync mode, not copies.
+        """
         optim = {name: dict(tensors) for name, tensors in self.optimizer.state_dict().items()}
         exchange.add_common_state(optim, self.sync.state_without_rounds())
         with self.sync.shared_parameters():
@@ -61,20 +64,21 @@ class Kept:
 
     @property
     def term(self) -> int:
-        """The term in which this rank was a member."""
+        """The last term in which this rank was a member. A term is the time under one coordinator."""
         return int(self.meta["terms"][-1][0])
 
 
 class ElasticSetup(RunSetup):
     """Sets up a rank of an elastic run, whose ranks agree on the members of the run before they connect.
 
-    membership: the members, once the store is open.
-    end_process: ends this process from another thread than the training one.
+    membership: the members, once the rendezvous store is open; None before.
+    end_process: function that ends this process from another thread than the training thread.
     candidacy: the elections, with coordinator_failover; else None.
-    copy: on a coordinator that continues from its memory, the state; else None.
+    copy: the copy of the state, on a coordinator that continues the run from its memory; else None.
     kept: with sync=local, what this rank continues from after an election; else None.
-    wait_for_checkpoint: after an election, waits until the state that this process had is written.
-    terms: [term, step after which it began] for each term of the run, with coordinator_failover.
+    wait_for_checkpoint: after an election, function that waits until this process has written the state of
+        the last term as a checkpoint; else None.
+    terms: with coordinator_failover, a list [term, step after which the term began] for each term of the run.
     """
 
     membership: Membership | None = None
@@ -135,7 +139,7 @@ class ElasticSetup(RunSetup):
 
     @property
     def joined(self) -> Membership:
-        """The membership, which exists once the store is open."""
+        """The attribute `membership`. Use it only when the rendezvous store is open."""
         assert self.membership is not None
         return self.membership
 
@@ -214,9 +218,9 @@ class ElasticSetup(RunSetup):
     def connect_members(self, view: View, state: State | None) -> None:
         """Connect the members of `view`, and set up model, optimizer and sync mode from a state of the run.
 
-        state: on rank 0, the state after which the training continues; None: that of its newest checkpoint.
-        Other ranks receive it; with sync=local only new ones do. Rows are split equally, or in proportion to
-        the fixed shares of the members.
+        state: on rank 0, the state from which training continues; None: the state of its newest checkpoint.
+        The other ranks pass None and receive the state; with sync=local, only new ranks receive it. The rows
+        of a step are split equally, or in proportion to the fixed shares of the members.
         Raises PeerLost if a member is lost meanwhile.
         """
         self.run_status.enter("resume")

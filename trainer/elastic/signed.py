@@ -1,12 +1,12 @@
 """Membership messages with signatures: only hosts with the fleet's secret change the members of a run.
 
-    NONCE SIGNATURE VALUE    what SignedKeys writes to a key of the rendezvous store
-    nonce                    the first of them: of the coordinator; its value is the run id, and its term
+    NONCE SIGNATURE VALUE    the text that SignedKeys writes to each key of the rendezvous store
+    nonce                    the key that the coordinator writes first; VALUE is the run id and its term
 
 The nonce is random and belongs to one attempt of the coordinator. A signature covers nonce, key and value, so
 a message has no effect in another attempt or under another key. Within an attempt a message names an
-incarnation or a generation, which is compared with the current one. Not signed: counters, and what the ranks
-of a view exchange to connect.
+incarnation or a generation, which is compared with the current one. Counters, and what the ranks of a view
+exchange to connect, are not signed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ OF_A_RANK = ("join", "leave", "ready", "accepted")  # keys that end in the numbe
 
 
 def read_secret() -> bytes:
-    """The secret of the fleet, in the file that NANOFLEET_SECRET_FILE names; empty without that variable.
+    """The secret of the fleet, from the file that NANOFLEET_SECRET_FILE names; b"" without that variable.
 
-    Raises ConfigError if the file cannot be read or holds no secret.
+    Raises ConfigError if the file cannot be read or does not contain a valid secret.
     """
     path = os.environ.get(VARIABLE, "")
     if not path:
@@ -67,7 +67,7 @@ def is_signed(secret: bytes, message: list[str], key: str) -> bool:
 
 
 def split(text: str) -> list[str]:
-    """[nonce, signature, value] of the text at a key; three empty texts if it is no signed message."""
+    """[nonce, signature, value] from the text at a key; three "" if the text is not a signed message."""
     parts = text.split(" ", 2)
     return parts if len(parts) == 3 else ["", "", ""]
 
@@ -75,11 +75,11 @@ def split(text: str) -> list[str]:
 class SignedKeys:
     """Keys whose values are signed. A value without a valid signature is treated as not set.
 
-    keys: where the values are stored. secret: of the fleet. nonce: of this attempt of the coordinator.
-    report: called once for each key with an invalid value, with the key and a message about it. Counters are
-    not signed: they only number the processes of a rank. Whoever changes a counter can keep a process from
-    becoming a member, as anybody who can write to the store can by other means, but cannot make a process a
-    member.
+    keys: the keys that store the signed texts. secret: the secret of the fleet. nonce: the nonce of this
+    attempt of the coordinator. report: function of (key, message), called once for each key whose value is
+    invalid. Counters are not signed: they only number the processes of a rank. A host without the secret that
+    changes a counter can keep a process from becoming a member, which any write access to the store allows,
+    but cannot make a process a member.
     """
 
     def __init__(self, keys: Keys, secret: bytes, nonce: str, report: Callable[[str, str], None]) -> None:
@@ -92,8 +92,8 @@ class SignedKeys:
     ) -> SignedKeys:
         """The keys of the coordinator, which has just opened the store.
 
-        Writes a new signed nonce to the store. keys, secret, report: as for the class. run_id: of the run.
-        term: the term in which the coordinator was elected, as text; "" without an election.
+        Writes a new signed nonce to the store. keys, secret, report: as for the class. run_id: id of the run.
+        term: the term for which the coordinator was elected, as text; "" without an election.
         """
         signed = cls(keys, secret, secrets.token_hex(16), report)
         signed.set("nonce", f"{run_id} {term}".rstrip())
@@ -112,10 +112,10 @@ class SignedKeys:
     ) -> SignedKeys:
         """The keys of a rank other than the coordinator. Waits for the coordinator's nonce and verifies it.
 
-        keys, secret, report: as for the class. run_id: of the run. number: this rank at launch. seconds: the
-        longest wait. term: the term in which this host takes part, as text; "" without an election. Raises
-        Final if the coordinator has another secret or another run; Retryable if it writes no nonce, or is in
-        another term.
+        keys, secret, report: as for the class. run_id: id of the run. number: the number of this rank (see
+        keys.py). seconds: the longest wait. term: the term in which this host takes part, as text; "" without
+        an election. Raises Final if the coordinator has another secret or another run; Retryable if the
+        coordinator writes no nonce in time, or is in another term.
         """
         began = time.monotonic()
         while not (text := keys.get("nonce")):

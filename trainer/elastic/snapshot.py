@@ -2,13 +2,13 @@
 
     copies = Snapshots(group, newest, holders)    # new for each process group
     copies.start(parameters, sync, optimizer, meta)     # every rank copies its part; a thread sends it
-    copies.finish()                               # until it has arrived
+    copies.finish()                               # wait until the copy has arrived
 
-The holders are the coordinator and, with coordinator_failover, the next rank: if the coordinator is lost, the
-hosts elect that one. The part of a rank is what a holder does not have: the optimizer state of the matrices
-and rows that the rank owns, and those rows of embeddings and lm_head themselves. Training continues while it
-is sent, over connections of its own. A copy that is complete replaces the one before; a holder keeps two,
-because a member may be lost while one is sent.
+The ranks that have copies are the holders: the coordinator and, with coordinator_failover, the next rank,
+which is the first candidate if the coordinator is lost. Each rank sends its part, which the holders lack: the
+optimizer state of the matrices and rows that the rank owns, and the values of these rows of embeddings and
+lm_head. Training continues during the transfer, which has its own connections. A complete copy replaces the
+previous one. A holder has memory for two copies, because a member may be lost while a copy is sent.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ MODEL = "model"  # of a path MODEL/NAME; other paths are NAME/STATE
 class Copy:
     """The state of a run after a step, as parts that the ranks have sent to a holder.
 
-    meta: content of meta.json of a checkpoint of this step. holder: the rank that has the copy.
-    formats: for each rank, names, data types and shapes of the tensors in its part (see formats_of); for the
-    holder, of all that it has.
+    meta: content of meta.json for a checkpoint of this step. holder: the rank that has the copy.
+    formats: for each rank, names, data types and shapes of the tensors in its part (see formats_of). The part
+        of the holder has all its tensors.
     parts: for each rank, the bytes of these tensors, uint8, flat.
-    rows: {parameter name: for each rank, the numbers of the rows that it owns}.
+    rows: {parameter name: for each rank, the numbers of the rows that the rank owns}, for each parameter that
+        is sharded by rows.
     """
 
     meta: dict[str, Any]
@@ -69,9 +70,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Layout:
-    """What is the same for all copies of a process group: the form of the parts of all ranks.
+    """Formats and sizes of the parts of all ranks, which are the same for all copies of a process group.
 
-    formats, rows: as in a Copy. sizes: bytes that each rank sends to a holder.
+    formats, rows: as in a Copy. sizes: for each rank, the number of bytes that it sends to a holder.
     """
 
     formats: list[bytes]
@@ -82,16 +83,18 @@ class Layout:
 class Snapshots:
     """Makes copies of the state of a run in the memory of the holders, for one process group.
 
-    newest: on a holder, the last complete copy; None without one.
-    pause: seconds for which training paused to make the newest copy, without what only the first one needs.
-    megabytes: data that the coordinator receives for it.
-    seconds: how long the transfer of it took.
+    newest: on a holder, the last complete copy; None if there is none, and on other ranks.
+    pause: seconds for which training paused to start the newest copy. Preparations for the first copy are not
+        counted.
+    megabytes: MB that the coordinator receives for a copy.
+    seconds: duration of the last complete transfer.
     """
 
     def __init__(self, group: Collectives, newest: Copy | None, holders: int = 1) -> None:
         """Connect the ranks of `group` for copies.
 
-        newest: the last complete copy of this rank. holders: the number of ranks that hold each copy: 1 or 2.
+        newest: the last complete copy on this rank; None if there is none. holders: the number of ranks that
+        have each copy: 1 or 2.
         Raises PeerLost if a rank is lost.
         """
         self._group, self._holders = group, range(min(holders, group.world_size))
@@ -109,12 +112,15 @@ class Snapshots:
 
     @property
     def age(self) -> float:
-        """Seconds since a copy was started, or since the process group was opened."""
+        """Seconds since the last copy was started, or before the first copy, since this object was created.
+
+        With two holders it is infinite before the first copy, so that this copy is due at once.
+        """
         return time.monotonic() - self._started_at
 
     @property
     def interval(self) -> float:
-        """Seconds from one copy to the next, so that copies cost little: by what the newest one has cost."""
+        """Seconds from one copy to the next, 2 to 60, in proportion to the time that the newest has taken."""
         cost = max(PAUSES * self.pause, TRANSFERS * self.seconds)
         return min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, cost))
 
@@ -129,9 +135,9 @@ class Snapshots:
         """Copy the part of this rank and start to send it to the holders.
 
         All ranks call it after the same step; from the second copy on, they do not wait for each other.
-        parameters: {name: tensor} of the model. sync, optimizer: have the state of this rank. meta: on the
-        coordinator, content of meta.json for this step. Raises PeerLost if the transfer of the copy before
-        has failed.
+        parameters: {name: tensor} of the model. sync, optimizer: those of this rank. meta: on the
+        coordinator, content of meta.json for a checkpoint of this step; {} on other ranks. Raises PeerLost if
+        the transfer of the previous copy has failed.
         """
         self.finish()
         began = self._started_at = time.monotonic()

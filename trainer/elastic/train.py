@@ -1,13 +1,14 @@
-"""Training of one rank of an elastic run: it continues when hosts leave and join, without a restart.
+"""Training of one rank of an elastic run: the run continues without a restart when hosts leave and join.
 
 After a step, the members that stay and those that join connect again and continue from a copy of the state
-on the coordinator. In an orderly change the copy is of that step, so nothing is lost. After a loss it is the
-newest one, at most a minute old; the steps since then are trained again, on the same rows.
+on the coordinator. In an orderly change this is a copy of that step, so no step is lost. After a loss it is
+the newest complete copy, by default about a minute old at most; the steps after it are trained again, on the
+same rows.
 
 With sync=local no copies are needed: each rank continues from its own parameters (trainer/sync/local.py).
 
 With coordinator_failover, the next rank has the copies too. When the coordinator is lost, the hosts elect
-another one, set up their ranks again in the same processes, and continue from its copy.
+another coordinator, set up their ranks again in the same processes, and continue from its copy.
 """
 
 from __future__ import annotations
@@ -56,11 +57,12 @@ def train_elastic(
     log: RunLogger,
     tracker_uri: str,
 ) -> str:
-    """Run one attempt at an elastic run on this rank; returns the closing sentence. Raises RunEnd.
+    """Run one attempt at an elastic run on this rank; returns a sentence on the results of the finished run.
 
-    With coordinator_failover, the hosts first elect a coordinator, and again whenever it is lost.
+    With coordinator_failover, the hosts first elect a coordinator, and another one whenever it is lost.
     make: creates the trainer of this rank for its environment, which changes with the coordinator. env: the
-    environment at launch. tracker_uri: address of the MLflow server; "" for none. Others: as for Trainer.
+    environment of this rank at launch. tracker_uri: address of the MLflow server; "" for none. run_file,
+    run_dir, attempt, log: as for Trainer. Raises RunEnd if the attempt ends before the run is finished.
     """
     if not (env.addresses and run_file.config.has_failover(len(env.addresses), env.local_world_size)):
         return make(env).run(tracker_uri)
@@ -84,16 +86,20 @@ def train_elastic(
 
 
 class MembershipLost(Retryable):
-    """Raised if this rank is a member no longer: the coordinator is lost or replaced, or has dropped it."""
+    """Raised, with coordinator_failover, if this rank is no longer a member and a new election can help.
+
+    The coordinator is lost or replaced, or continues without this rank.
+    """
 
 
 @dataclass
 class LastTerm:
-    """What a rank keeps of the last term for the trainer of the next one, in the same process.
+    """What a rank keeps of its last term, the time under one coordinator, for the trainer of the next term.
 
-    copy: the newest copy of the state on this rank, or None. kept: with sync=local, what this rank continues
-    from; else None. writer: writes it as a checkpoint, if there is no newer one on this host. train_state:
-    of the steps that were completed. ended: when training stopped, as time.monotonic().
+    Both trainers run in the same process. copy: the newest copy of the state on this rank, or None. kept:
+    with sync=local, what this rank continues from; else None. writer: writes `copy` or `kept` as a
+    checkpoint, if this host has no newer checkpoint. train_state: progress of the run after the last
+    completed step. ended: when training stopped, as time.monotonic().
     """
 
     copy: Copy | None
@@ -104,10 +110,11 @@ class LastTerm:
 
 
 class ElasticTrainer(Trainer):
-    """Runs one attempt at an elastic run on this rank, or with coordinator_failover the part in one term.
+    """Runs one attempt at an elastic run on this rank; with coordinator_failover, one term of the attempt.
 
-    setup: sets up this rank, after each change of the members too. copies: copies of the state in memory.
-    candidacy: the elections, with coordinator_failover; else None. has_trained: whether a step is completed.
+    setup: sets up this rank, also after each change of the members. copies: copies of the state in memory.
+    candidacy: the elections, with coordinator_failover; else None. has_trained: whether this trainer has
+    completed a step.
     """
 
     setup_class = ElasticSetup
@@ -145,7 +152,10 @@ class ElasticTrainer(Trainer):
         last.copy = last.kept = None
 
     def end_term(self) -> LastTerm:
-        """Release this trainer after MembershipLost; returns what the next one continues from."""
+        """End this trainer after MembershipLost; returns the state from which the next trainer continues.
+
+        Starts to write the state as a checkpoint, if this host has no newer checkpoint, and releases memory.
+        """
         if self.reporter.tracker:
             self.reporter.tracker.close("retryable", hurry=True)
         kept = None
@@ -188,7 +198,7 @@ class ElasticTrainer(Trainer):
         self.setup.copy = None
 
     def train(self) -> bool:
-        """Train to the last step, with changing members. Returns True if the run was stopped before it."""
+        """Train to the last step, with changing members. Returns True if the run was stopped earlier."""
         self._saved_at = time.monotonic()
         self.run_status.lap()
         self._continue()
@@ -260,7 +270,7 @@ class ElasticTrainer(Trainer):
 
     @property
     def save_minutes(self) -> float:
-        """As in every run; where copies are saved instead, 0."""
+        """As in every run; 0 if checkpoints that are due by time are written from copies instead."""
         return 0.0 if self._saves_copies else super().save_minutes
 
     @property

@@ -36,14 +36,16 @@ def evaluate(
     group: Collectives,
     shares: Sequence[int] = (1,),
 ) -> Evaluation:
-    """Compute bits per byte and loss on the first rows of a split. A collective call, equal on all ranks.
+    """Compute bits per byte and loss on the first rows of a split.
 
-    rows: (n, T+1) token ids; of conversations, only trained tokens are targets.
-    token_bytes: (V,) bytes of text of each token; 0 for special tokens, which val_bpb leaves out.
+    A collective call; all ranks return the same result.
+    rows: (n, T+1) token ids. In a split of conversations, only tokens with the bit TRAINED are targets.
+    token_bytes: (V,) number of bytes in the text of each token; 0 for special tokens, which val_bpb leaves
+        out.
     eval_tokens: number of positions to evaluate, rounded up to whole rows of T; at most all rows.
-    device_batch_size: rows of a forward pass.
+    device_batch_size: number of rows in a forward pass.
     group: the ranks.
-    shares: rows of a step by rank; the ranks divide the evaluated rows in the same proportions.
+    shares: rows per rank in a training step; the ranks divide the evaluated rows in the same proportions.
     """
     n_rows = min(len(rows), math.ceil(eval_tokens / (rows.shape[1] - 1)))
     mine = rank_rows(np.arange(n_rows), proportional_split(shares, n_rows), group.rank)

@@ -1,12 +1,14 @@
-"""Questions for a model that was tuned to chat: reads files of them, makes prompts, counts right answers.
+"""Chat tasks: reads files of questions for a model that was tuned to chat, and counts its right answers.
 
     task = read_task(Path("questions.jsonl"))
     result = evaluate_task(model, tokenizer, task, group)
 
-A line of a file is a JSON object. A categorical task has a question, its choices, and as answer the index or
-the letter of the right one: the letter with the highest logit is the answer, as in nanochat's chat_eval. A
-generative task has a question and a text as answer: it is right if one of the generated texts is equal, apart
-from blanks at the ends.
+Each line of a file is a JSON object, a question. There are two kinds of tasks:
+
+categorical   fields question, choices, and answer: the index or letter of the right choice. The answer of the
+              model is the letter with the highest logit after the prompt, as in nanochat's chat_eval.
+generative    fields question, and answer: a text. The model generates one answer or several. The question
+              counts as answered right if one of them equals the text, apart from blanks at the ends.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ GREEDY = Sampling(temperature=0.0, top_k=0, max_tokens=256, seed=42)
 class Question:
     """A question for a model that was tuned to chat.
 
-    question: its text. choices: texts of the choices; empty for a question without choices. answer: with
-    choices, the letter of the right one; else the text that is expected.
+    question: the text of the question. choices: the texts of the choices; empty for a question without
+    choices. answer: the letter of the right choice; for a question without choices, the expected text.
     """
 
     question: str
@@ -57,7 +59,7 @@ class Question:
         return LETTERS[: len(self.choices)]
 
     def prompt(self, tokenizer: Tokenizer) -> list[int]:
-        """Token ids of the question as the message of a user, up to where the assistant answers."""
+        """Token ids of the question as a message of the user. The answer of the assistant follows them."""
         text = self.question
         if self.choices:
             lines = [
@@ -72,8 +74,8 @@ class Question:
 class ChatTask:
     """The questions of a file, all with choices or all without.
 
-    name: of the file, without extension. questions: in the order of the file. digest: sha256 (hex) of the
-    file.
+    name: name of the file without its extension. questions: the questions in the order of the file. digest:
+    sha256 (hex) of the file.
     """
 
     name: str
@@ -122,9 +124,10 @@ class ChatResult:
 
 
 def read_task(path: Path) -> ChatTask:
-    """Read the questions in the file `path`, JSON lines.
+    """Read the questions in the file `path`, which has one JSON object per line.
 
-    Raises DataError, which names the file and the line.
+    Raises DataError if the file cannot be read, or if a line is no valid question. The message names the file
+    and the line.
     """
     try:
         raw = path.read_bytes()
@@ -186,11 +189,11 @@ def evaluate_task(
 ) -> ChatResult:
     """Let the model answer all questions of `task`; returns how many answers are right. A collective call.
 
-    group: the ranks, which divide the questions. The result does not depend on their number.
-    sampling: how answers without choices are generated.
-    samples: answers that are generated to each such question; it counts as right if one of them is right.
-        With temperature 0, one answer is generated.
-    on_block: called before each block of questions, with the number of questions that are done.
+    group: the ranks, which divide the questions. The result does not depend on the number of ranks.
+    sampling: how answers to questions without choices are generated.
+    samples: number of answers that are generated to each question without choices. The question counts as
+        answered right if one of these answers is right. With temperature 0, only one answer is generated.
+    on_block: called before each block of questions, with the number of questions that all ranks have done.
     Raises DataError if a letter of a choice is not a single token.
     """
     correct = 0
@@ -240,9 +243,10 @@ def check_letter(tokenizer: Tokenizer, letter: str) -> int:
 
 
 def complete(model: GPT, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> Iterator[int]:
-    """Yield the token ids of the answer to `prompt`, token ids, up to the end of the assistant's message.
+    """Yield the token ids of the assistant's answer to `prompt`.
 
-    sampling: how tokens are drawn. An answer also ends where the document ends.
+    prompt: token ids. sampling: how tokens are drawn. The answer ends before <|assistant_end|> or BOS, or
+    after sampling.max_tokens tokens.
     """
     ends = (special(tokenizer, END), tokenizer.bos_id)
     for token in generate(model, prompt, sampling):

@@ -4,8 +4,8 @@ python -m trainer eval --checkpoint runs/mine/checkpoints/step_000100 --data-dir
 python -m trainer eval --checkpoint DIR --core data/core --out evaluation
 torchrun --nproc-per-node 2 -m trainer eval --checkpoint DIR --core data/core --out evaluation
 
-Without --core, --bpb, --chat-task and --sample, it evaluates what it can: a sample, bits per byte if
---data-dir is given, and CORE if that has a bundle in core/.
+If none of --core, --bpb, --chat-task and --sample is given, it generates a sample of text, computes bits per
+byte if --data-dir is given, and evaluates CORE if the data directory has a folder core/.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`eval`: evaluate a checkpoint; returns the exit code. Raises ConfigError or DataError."""
+    """`eval`: evaluate a checkpoint; returns the exit code. args: the parsed options.
+
+    Raises ConfigError or DataError if an option, the checkpoint or a data file cannot be used.
+    """
     parts = parts_of(args)
     env = RankEnv.from_environment()
     log = RunLogger(env, args.json)

@@ -3,9 +3,9 @@
     result = evaluate_core(model, tokenizer, bundle, group)
     result.metric, result.tasks["hellaswag"].accuracy
 
-The items of a task are striped over the ranks in blocks. Each item is computed by itself, so that the result
-is the same for any number of ranks. After every block the ranks add up their answers: a rank waits for a
-slower one for the time of a block, not of a task.
+The ranks divide the items (questions) of a task, one block of items after another. The prompts of each item
+are a batch of their own, so that the result is the same for any number of ranks. After each block the ranks
+add up their right answers: a fast rank waits for a slower rank at most for the time of a block.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LONGEST_CONTEXT = 10
 class TaskResult:
     """The result of a task of CORE.
 
-    correct: items that the model answered right. items: all items. centered: the accuracy on a scale on which
-    guessing is 0 and all right is 1.
+    correct: the number of items that the model answered right. items: the number of all items. centered: the
+    accuracy on a scale on which guessing is 0 and all right is 1.
     """
 
     correct: int
@@ -82,7 +82,7 @@ class CoreResult:
         return {"core_metric": self.metric, "tasks": tasks}
 
     def describe(self) -> str:
-        """The metric, and the accuracies of all tasks as a table."""
+        """The result as text: the metric, then a table of the accuracies of all tasks."""
         rows: list[list[Any]] = [["task", "items", "accuracy", "centered"]]
         rows += [
             [label, each.items, f"{each.accuracy:.4f}", f"{each.centered:.4f}"]
@@ -92,7 +92,7 @@ class CoreResult:
         return f"CORE metric {self.metric:.4f}\n{render_table(rows)}"
 
     def to_csv(self) -> str:
-        """A line per task with accuracy and centered accuracy, then the metric: nanochat's table."""
+        """The result as CSV in nanochat's format: a header, a line per task, and a line with the metric."""
         rows = [("Task", "Accuracy", "Centered")]
         rows += [(label, f"{r.accuracy:.6f}", f"{r.centered:.6f}") for label, r in self.tasks.items()]
         rows.append(("CORE", "", f"{self.metric:.6f}"))
@@ -104,10 +104,10 @@ class Progress:
     """How far an evaluation of CORE is when a block of items begins.
 
     task: label of the current task.
-    done: finished items of this task. items: all items of this task.
-    part: about the share of the whole evaluation that is done, from 0 to 1.
-    seconds: since the evaluation began.
-    block_tokens: tokens of the block, padding included, on the rank that has the most.
+    done: number of finished items of this task. items: number of all items of this task.
+    part: estimated share of the evaluation that is done, from 0 to 1.
+    seconds: seconds since the evaluation began.
+    block_tokens: number of tokens of the block, padding included, on the rank that has the most of them.
     """
 
     task: str
@@ -124,7 +124,7 @@ class Progress:
 
 
 class StoppedEvaluationError(Exception):
-    """Raised on all ranks if one of them has asked to stop the evaluation."""
+    """Raised on all ranks if `should_stop` of `evaluate_core` returned True on one of them."""
 
 
 def ignore(*_: Any) -> None:
@@ -146,10 +146,10 @@ def evaluate_core(
     """Evaluate all tasks of `bundle`. A collective call; every rank returns the same result.
 
     group: the ranks.
-    finished: {label: result} of tasks that are not evaluated again, equal on all ranks.
+    finished: {label: result} of tasks that are not evaluated again, equal on all ranks; None: no task.
     on_block: called before each block of items, with the progress.
-    on_task: called after each task, with its label, result and seconds.
-    shares: the ranks divide the items in these proportions; empty: equally.
+    on_task: called after each task, with its label, its result, and the seconds that it took.
+    shares: proportions in which the ranks divide the items; empty: equal parts.
     should_stop: called after each block. If it returns True on a rank, all ranks raise
         StoppedEvaluationError.
     """
@@ -182,7 +182,7 @@ def evaluate_core(
 
 
 def work_of(task: Task) -> float:
-    """About how long `task` takes, to compare tasks: the characters of the prompts of an average item."""
+    """An estimate of the work of `task`, to compare tasks: the number of characters in all its prompts."""
     fields = {CHOICE: "query", SCHEMA: "continuation", LANGUAGE: "context"}
     characters, prompts = 0, 0
     for item in task.items:
@@ -211,8 +211,8 @@ def _is_correct(model: GPT, task: Task, gold: int, prompts: list[Prompt]) -> boo
 class Span:
     """The scores of one prompt of an item of CORE.
 
-    loss: mean loss of its scored tokens in nats; nan if no token is scored. exact: whether the model ranks
-    each scored token first.
+    loss: mean loss of the scored tokens, in nats per token; nan if no token is scored. exact: whether each
+    scored token is the one with the highest logit.
     """
 
     loss: float
@@ -222,7 +222,7 @@ class Span:
 def score_prompts(model: GPT, prompts: list[Prompt]) -> list[Span]:
     """Score the prompts of one item in one batch; returns the scores of each prompt, in order.
 
-    The prompts are padded at their ends with the first token, which is BOS.
+    Shorter prompts are padded at their ends. The padding follows the scored tokens and changes no score.
     """
     longest = max(len(prompt.tokens) for prompt in prompts)
     ids = torch.full((len(prompts), longest), prompts[0].tokens[0])

@@ -1,11 +1,11 @@
-"""Reads and checks a CORE bundle: the tasks of the CORE metric of DCLM (arXiv 2406.11794) in a folder.
+"""Reads and checks a CORE bundle: a folder with the tasks of the CORE metric of DCLM (arXiv 2406.11794).
 
     bundle = read_bundle(Path("data/core"))
     bundle.tasks[0].items, bundle.digest
 
 core.yaml            icl_tasks: label, icl_task_type, dataset_uri, num_fewshot, continuation_delimiter
 eval_meta_data.csv   columns Eval Task and Random baseline, the percentage that guessing reaches
-eval_data/           a JSON object per line; its fields depend on the type of the task, as in FIELDS
+eval_data/           a JSON object per line; its fields depend on the type of the task (see class Task)
 
 The layout is that of nanochat's eval_bundle.zip, whose files can be used as they are.
 """
@@ -44,13 +44,14 @@ Item = Mapping[str, Any]
 class Task:
     """A task of CORE.
 
-    label: its name.
+    label: name of the task.
     kind: multiple_choice, schema or language_modeling.
     fewshot: number of solved items that a prompt shows before the item itself.
     delimiter: text between a question and its answer.
     baseline: accuracy of guessing, in percent.
-    items: dicts in the order of evaluation. By kind they have query, choices and gold; context_options,
-        continuation and gold; or context and continuation. gold is the index of the right option.
+    items: a dict per item (question), in the order of evaluation. Its keys are query, choices and gold in a
+        task multiple_choice; context_options, continuation and gold in a task schema; context and
+        continuation in a task language_modeling. gold is the index of the right option.
     where: path of the data file, for messages.
     """
 
@@ -71,16 +72,17 @@ class Task:
 class Bundle:
     """The tasks of CORE in a folder.
 
-    tasks: in the order of core.yaml. digest: sha256 (hex) of the names and contents of all files in use.
+    tasks: the tasks in the order of core.yaml. digest: sha256 (hex) of the names and contents of all files
+    that were read.
     """
 
     tasks: tuple[Task, ...]
     digest: str
 
     def limited(self, max_per_task: int) -> Bundle:
-        """The bundle with at most `max_per_task` items of each task; 0: all.
+        """A bundle with the first `max_per_task` items of each task; 0: with all items.
 
-        Raises DataError if a task then has too few items for the solved ones that its prompts show.
+        Raises DataError if a task then has fewer than `fewshot` + 1 items, which each of its prompts needs.
         """
         tasks = []
         for task in self.tasks:
@@ -98,7 +100,7 @@ class Bundle:
 def read_bundle(folder: Path) -> Bundle:
     """Read the bundle in `folder` and check every item. Items are shuffled as nanochat does.
 
-    Raises DataError, which names the file and the line.
+    Raises DataError if a file is missing or has an invalid value. The message names the file and the line.
     """
     if not folder.is_dir():
         raise DataError(f"There is no CORE bundle {folder}. {HOW_TO_GET}.")

@@ -30,9 +30,10 @@ PUBLIC = {"nanochat": "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_b
 def fetch_bundle(url: str, sha256: str, folder: Path) -> None:
     """Download a zip file and unpack its CORE bundle to `folder`, unless the folder has a bundle already.
 
-    url: of the zip file, or a name in PUBLIC. sha256: of the zip file, 64 hex digits, or "" if it is not
-    known. Raises DataError. Several processes of one host may call it at once: one downloads, the others
-    wait.
+    url: address of the zip file, or a name in PUBLIC. sha256: sha256 of the zip file, 64 hex digits; "" if it
+    is not known. Several processes of one host may call this function at once: one process downloads, the
+    others wait. Raises DataError if the file cannot be downloaded, has another sha256 or is no CORE bundle,
+    or if the folder has other files.
     """
     url = PUBLIC.get(url, url)
     if not url.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""An evaluation of CORE between two steps of a run, which the watchdog times and which a stop ends."""
+"""An evaluation of CORE between two steps of a run. The watchdog times it; a stop of the run ends it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def evaluate(
     watchdog: Watchdog,
     should_stop: Callable[[], bool],
 ) -> CoreResult | None:
-    """Evaluate CORE on all ranks, between two steps. A collective call. None if a rank was asked to stop.
+    """Evaluate CORE on all ranks, between two steps. A collective call.
 
-    shares: rows of a step by rank; the ranks divide the items in these proportions. run_status, watchdog:
-    those of this rank. should_stop: called after each block of items; returns whether to stop. The watchdog
-    times each block separately: a block is late if it takes longer than training steps with as many tokens.
+    shares: rows per rank in a training step; the ranks divide the items in the same proportions. run_status,
+    watchdog: those of this rank. should_stop: called after each block of items; returns whether to stop the
+    evaluation. If it returns True on a rank, all ranks return None. The watchdog times each block separately:
+    a block is late if it takes longer than training steps with as many tokens.
     """
     before = watchdog.evaluation_steps
     slowest = min(shares) * model.config.sequence_len  # tokens of a step on one rank

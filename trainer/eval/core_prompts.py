@@ -3,8 +3,9 @@
     prompts = make_prompts(task, number, tokenizer, limit=10_240)
     prompts[0].tokens[prompts[0].start :]    # the tokens whose losses count
 
-A prompt shows `fewshot` other items, solved, then the item itself. Sampling, texts and spans are those of
-nanochat's core_eval.py (commit 92d63d4), so that equal weights give equal answers.
+A prompt shows `fewshot` other items with their right answers, then the item itself. The choice of the other
+items, the texts and the spans are those of nanochat's core_eval.py (commit 92d63d4), so that equal weights
+give equal answers.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ BETWEEN = "\n\n"  # after an example
 class Prompt:
     """A prompt of an item of CORE.
 
-    tokens: its token ids, BOS first. start: index of the first scored token. Each token from there on is
-    scored by the loss with which the model predicts it from the tokens before it.
+    tokens: token ids of the prompt, from BOS on unless its start was cut off. start: index of the first
+    scored token. Each token from there on is scored by the loss with which the model predicts this token from
+    the tokens before it.
     """
 
     tokens: Sequence[int]
@@ -35,7 +37,8 @@ class Prompt:
 def make_prompts(task: Task, number: int, tokenizer: Tokenizer, limit: int) -> list[Prompt]:
     """The prompts of one item of `task`: one per option, or a single one if the item has no options.
 
-    number: index of the item. limit: the most tokens of a prompt; of a longer one the last tokens are kept.
+    number: index of the item. limit: the most tokens of a prompt; of a longer prompt, the last `limit` tokens
+    are kept.
     """
     texts = _texts(task, number)
     tokens = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
@@ -53,9 +56,10 @@ def make_prompts(task: Task, number: int, tokenizer: Tokenizer, limit: int) -> l
 
 
 def prompt_cost(task: Task, number: int) -> int:
-    """About how long an item of `task` takes, to compare items. number: index of the item.
+    """An estimate of the work of an item of `task`, to compare items. number: index of the item.
 
-    It is the number of its prompts times the characters of the longest one, to which the others are padded.
+    The result is the number of prompts of the item times the characters of the longest prompt, because the
+    other prompts are padded to its length.
     """
     texts = _texts(task, number)
     prompts = 1 if task.kind == LANGUAGE else len(texts)
@@ -96,13 +100,13 @@ def _solved(task: Task, item: Item) -> str:
 
 
 def common_prefix(lists: Sequence[Sequence[int]]) -> int:
-    """The number of tokens with which all lists begin."""
+    """The length of the longest common prefix of all lists, in tokens."""
     shortest = min(map(len, lists))
     return next((i for i in range(shortest) if len({ids[i] for ids in lists}) > 1), shortest)
 
 
 def common_suffix(lists: Sequence[Sequence[int]]) -> int:
-    """The number of tokens with which all lists end."""
+    """The length of the longest common suffix of all lists, in tokens."""
     return common_prefix([ids[::-1] for ids in lists])
 
 

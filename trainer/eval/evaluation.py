@@ -1,9 +1,9 @@
-"""An evaluation of a checkpoint by one rank or several: loads it, evaluates each part, reports.
+"""Evaluates a checkpoint on one rank or several: loads it, evaluates each part, reports the results.
 
     Evaluation(args, parts, env, log).run()      # args of trainer.eval.cli
 
-Rank 0 reads the checkpoint and sends it to the others. Before anything is computed, the ranks compare bundle,
-data and options. Rank 0 reports and keeps the results.
+Rank 0 reads the checkpoint and sends it to the other ranks. Before anything is computed, the ranks verify
+that they have the same CORE bundle, data and options. Rank 0 reports the results and writes them to --out.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ NAME = "eval"  # in the place of a run_id
 class Evaluation:
     """Evaluates a checkpoint on one rank or several: bits per byte, CORE, a sample of text, chat tasks.
 
-    args: options of `python -m trainer eval`. parts: which of the four are evaluated. env, log: of this rank.
-    `run` is a collective call; on rank 0 the results are then in the attribute `results`.
+    args: options of `python -m trainer eval`. parts: which of these four parts to evaluate. env, log: of this
+    rank. `run` is a collective call; on rank 0 the results are then in the attribute `results`.
     """
 
     shared: SharedModel
@@ -69,7 +69,11 @@ class Evaluation:
         self._reported_at = 0.0
 
     def run(self) -> None:
-        """Evaluate all parts that are asked for. Raises RunEnd, ConfigError or DataError."""
+        """Evaluate all parts in `parts`, and report the results.
+
+        Raises RunEnd if the ranks differ or one is lost, ConfigError or DataError if an option, the
+        checkpoint or a data file cannot be used.
+        """
         self._connect()
         self.model, self.tokenizer = self.shared.broadcast(self.group)
         self.model.to(self.device)
@@ -159,7 +163,7 @@ class Evaluation:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The meta.json of the checkpoint."""
+        """The content of the checkpoint's meta.json, as in `SharedModel.meta`."""
         return self.shared.meta
 
     def _config(self) -> RunConfig:
@@ -281,7 +285,7 @@ class Evaluation:
 
 
 def task_line(label: str, result: TaskResult, seconds: float) -> str:
-    """The line of the log on a finished task of CORE. seconds: how long its evaluation took."""
+    """The log line for a finished CORE task. seconds: how long the evaluation of the task took."""
     return (
         f"CORE {label}: accuracy {result.accuracy:.4f}, centered {result.centered:.4f} "
         f"({counted(result.items, 'item')}, {duration(seconds)})"

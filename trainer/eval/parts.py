@@ -14,7 +14,7 @@ BUNDLE = "core"  # in a data directory
 
 @dataclass(frozen=True)
 class Parts:
-    """Which parts of an evaluation of a checkpoint are made.
+    """Which parts of an evaluation of a checkpoint are asked for.
 
     bpb: whether to compute bits per byte on the validation split.
     core: folder with the tasks of the CORE metric (a CORE bundle); None: CORE is not evaluated.
@@ -31,9 +31,9 @@ class Parts:
 def parts_of(args: argparse.Namespace) -> Parts:
     """The parts that the options ask for. args: options of `python -m trainer eval`.
 
-    Without --bpb, --core, --sample and --chat-task these are a sample; with --data-dir also bits per byte,
-    and CORE if the data directory has a folder core/. Raises ConfigError for options that contradict each
-    other.
+    If none of --bpb, --core, --sample and --chat-task is given, the parts are a sample of text, bits per byte
+    if --data-dir is given, and CORE if the data directory has a folder core/. Raises ConfigError if an option
+    has an invalid value, or needs another option that is missing.
     """
     if args.core_max_per_task < 0 or args.eval_tokens < 0:
         raise ConfigError("--core-max-per-task and --eval-tokens take whole numbers from 0.")

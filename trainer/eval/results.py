@@ -1,7 +1,7 @@
-"""The files of an evaluation in its --out folder. They belong to one checkpoint and are written whole.
+"""The files of an evaluation in its --out folder. All are results of one checkpoint, written atomically.
 
 eval.json   the result of each part: bpb, core, chat, sample; a later command adds parts
-core.json   the answers of finished CORE tasks, so that an interrupted evaluation continues after them
+core.json   right answers per finished CORE task, so that an interrupted evaluation continues after it
 core.csv    a line per CORE task, as nanochat writes it
 """
 
@@ -24,15 +24,15 @@ SCHEMA = 1
 class Results:
     """The results of an evaluation, in the files eval.json, core.json and core.csv of a folder.
 
-    folder: the folder, which is made if it is missing; None: nothing is written. parts: the results by part,
-    as in eval.json: {"bpb", "core", "chat", "sample"}, each if it was evaluated.
+    folder: the folder, which is made if it is missing; None: nothing is written. parts: {part: its result},
+    as in eval.json, for those of the parts bpb, core, chat and sample that were evaluated.
     """
 
     def __init__(self, folder: Path | None, checkpoint: Mapping[str, Any]) -> None:
-        """Read the results that the folder has.
+        """Read the results that `folder` already has.
 
-        checkpoint: identifies the checkpoint: step, run_id and sha256 (by file). Raises ConfigError if the
-        folder has results of another checkpoint, or cannot be made.
+        checkpoint: identifies the checkpoint by the keys step, run_id and sha256 ({file: sha256}). Raises
+        ConfigError if the folder has damaged results or those of another checkpoint, or cannot be made.
         """
         self.folder, self.checkpoint = folder, dict(checkpoint)
         self.parts: dict[str, Any] = self._read(RESULT, {"checkpoint": self.checkpoint}).get("parts", {})
@@ -51,10 +51,11 @@ class Results:
             write_json(self.folder / RESULT, content)
 
     def begin_core(self, bundle: Bundle, max_per_task: int) -> dict[str, list[int]]:
-        """The tasks of CORE that an interrupted evaluation has finished: {label: [right answers, items]}.
+        """Read core.json; returns the CORE tasks that an interrupted evaluation has finished.
 
-        bundle: the tasks. max_per_task: the most items of a task; 0: all. Raises ConfigError if core.json in
-        the folder has results of another bundle or limit, or is damaged.
+        Call it before `add_task` and `add_core`. bundle: the tasks. max_per_task: the most items of a task;
+        0: all. Returns {label: [number of right answers, number of items]}. Raises ConfigError if core.json
+        has results of another bundle or another `max_per_task`, or is damaged.
         """
         key = {"checkpoint": self.checkpoint, "bundle": bundle.digest, "max_per_task": max_per_task}
         self._core = {"schema": SCHEMA, **key, "tasks": self._read(CORE, key).get("tasks", {})}
@@ -65,7 +66,7 @@ class Results:
         return dict(tasks)
 
     def add_task(self, label: str, result: TaskResult) -> None:
-        """Write the result of the CORE task `label` to core.json, so that it is not evaluated again."""
+        """Write the result of the CORE task `label` to core.json, so that the task is not evaluated again."""
         self._core["tasks"][label] = [result.correct, result.items]
         if self.folder is not None:
             write_json(self.folder / CORE, self._core)

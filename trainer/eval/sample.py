@@ -1,4 +1,4 @@
-"""Generates text with a trained model and prints it as it comes.
+"""Generates text with a trained model, and prints it piece by piece.
 
 python -m trainer sample --checkpoint runs/d4-1a2b3c4d/checkpoints/step_000100 --prompt "The "
 """
@@ -26,9 +26,10 @@ SAMPLING = Sampling(temperature=0.8, top_k=0, max_tokens=64, seed=42)
 
 
 def generate(model: GPT, tokens: list[int], sampling: Sampling) -> Iterator[int]:
-    """Yield the token ids that continue `tokens`, token ids. sampling: how they are drawn.
+    """Yield the token ids with which the model continues `tokens`.
 
-    When the context is full, its older half is dropped, so that long texts stay cheap.
+    tokens: token ids. sampling: how the new tokens are drawn. When the context is full, its older half is
+    dropped, so that long texts stay cheap.
     """
     engine = Engine(model)
     yield from run_engine(engine, engine.start(tokens, sampling, slides=True))
@@ -37,7 +38,7 @@ def generate(model: GPT, tokens: list[int], sampling: Sampling) -> Iterator[int]
 def stream_text(model: GPT, tokenizer: Tokenizer, prompt: str, sampling: Sampling) -> Iterator[str]:
     """Yield the text that continues `prompt`, in pieces of whole characters, until the document ends.
 
-    sampling: how tokens are drawn. The text ends with the token BOS or after the most tokens of `sampling`.
+    sampling: how tokens are drawn. The text ends before the token BOS, or after sampling.max_tokens tokens.
     """
     ids: list[int] = []
     shown = ""
@@ -53,9 +54,9 @@ def stream_text(model: GPT, tokenizer: Tokenizer, prompt: str, sampling: Samplin
 
 
 def sample(model: GPT, tokenizer: Tokenizer, stage: str = BASE) -> str:
-    """A text that shows what the model does. stage: of its run, base or sft.
+    """Generate a short text that shows what the model does. stage: stage of its run, base or sft.
 
-    In stage base it is the text PROMPT, continued. In stage sft it is the question QUESTION and its answer.
+    In stage base the result is PROMPT and its continuation. In stage sft it is QUESTION and the answer.
     """
     if stage != SFT:
         return PROMPT + "".join(stream_text(model, tokenizer, PROMPT, SAMPLING))
@@ -70,7 +71,8 @@ def sample(model: GPT, tokenizer: Tokenizer, stage: str = BASE) -> str:
 def write(model: GPT, tokenizer: Tokenizer, run_dir: Path, stage: str = BASE) -> str:
     """Generate a sample of text and write it to sample.txt in the run directory; returns the text.
 
-    model, tokenizer: generate it. stage: of the run, base or sft. Raises OSError.
+    model, tokenizer: generate the text. stage: stage of the run, base or sft. Raises OSError if the file
+    cannot be written.
     """
     text = sample(model, tokenizer, stage)
     write_whole(run_dir / KEPT, (text + "\n").encode())
@@ -86,7 +88,10 @@ def last(run_dir: Path) -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`sample`: print text that continues --prompt; returns the exit code 0. Raises ConfigError."""
+    """`sample`: print text that continues --prompt; returns the exit code 0. args: the parsed options.
+
+    Raises ConfigError or DataError if an option is not valid or the checkpoint cannot be loaded.
+    """
     if 0 < args.temperature < COLDEST:
         raise ConfigError(f"--temperature is {args.temperature:g}: it takes 0, or {COLDEST:g} or more.")
     if args.max_tokens < 1:

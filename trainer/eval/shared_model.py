@@ -33,8 +33,8 @@ class SharedModel:
     """The checkpoint that all ranks evaluate, of which only rank 0 has the files.
 
     env: of this rank. store: the rendezvous store; None with one rank. checkpoint: its directory on rank 0.
-    The attribute `meta` has the keys ANNOUNCED of its meta.json on all ranks; {} if the checkpoint cannot be
-    used.
+    After `announce`, the attribute `meta` has on all ranks the keys ANNOUNCED of the checkpoint's meta.json;
+    it is {} if the checkpoint cannot be used.
     """
 
     def __init__(self, env: RankEnv, store: dist.Store | None, checkpoint: Path) -> None:
@@ -45,8 +45,8 @@ class SharedModel:
     def announce(self) -> None:
         """Read meta.json on rank 0 and send it to the other ranks, which set `meta`.
 
-        Raises ConfigError on rank 0 if it cannot be used; `meta` is then {} on the other ranks. Raises
-        Retryable if rank 0 sends nothing in time.
+        Raises ConfigError on rank 0 if the checkpoint cannot be used; `meta` is then {} on the other ranks.
+        Raises Retryable on the other ranks if rank 0 sends nothing in time or has ended.
         """
         if not self.env.is_coordinator:
             self.meta = self._receive()
@@ -74,14 +74,17 @@ class SharedModel:
     def read(self) -> Tokenizer | None:
         """On rank 0, load and verify model and tokenizer; returns the tokenizer. None on the other ranks.
 
-        Raises ConfigError.
+        Raises ConfigError or DataError if they cannot be loaded.
         """
         if self.env.is_coordinator:
             self._read = load_model(self.checkpoint)
         return self._read and self._read[1]
 
     def broadcast(self, group: Collectives) -> tuple[GPT, Tokenizer]:
-        """Model and tokenizer on every rank. A collective call. Raises PeerLost."""
+        """Broadcast model and tokenizer of rank 0; returns them on every rank.
+
+        A collective call. Raises PeerLost if a rank is lost.
+        """
         if group.world_size == 1:
             assert self._read is not None
             return self._read

@@ -1,4 +1,4 @@
-"""How ranks divide the items (questions) of a task: in blocks; after each they add up their results."""
+"""How ranks divide the items (questions) of a task: in blocks. They add up their results after each block."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ BLOCK = 16  # items of a rank between two sums over the ranks
 
 
 def blocks(n_items: int, group: Collectives) -> Iterator[range]:
-    """Yield the indices of the items of each block, as a range, in order.
+    """Yield the blocks of a task in order, each as the range of the indices of its items.
 
-    n_items: number of items of the task. group: the ranks; each has BLOCK items of a block.
+    n_items: number of items of the task. group: the ranks. A block has BLOCK items times the number of ranks;
+    the last block may have fewer.
     """
     size = BLOCK * group.world_size
     for first in range(0, n_items, size):
@@ -26,9 +27,10 @@ def own_items(
 ) -> list[int]:
     """The indices of those items of a block that this rank evaluates, in order.
 
-    block: indices of its items. group: the ranks. costs: about how long each item of the block takes; empty:
-    equally long. shares: proportions in which the ranks divide the work; empty: equally. The most expensive
-    item is assigned first, each to the rank that would be done first with it (longest processing time first).
+    block: indices of the items of the block. group: the ranks. costs: estimated cost of each item of the
+    block, in any unit; empty: equal costs. shares: proportions in which the ranks divide the work; empty:
+    equal parts. Items are assigned in order of falling cost, each to the rank that would finish it first
+    (longest processing time first).
     """
     costs = costs or [1.0] * len(block)
     shares = shares or [1] * group.world_size
@@ -43,7 +45,10 @@ def own_items(
 
 
 def add_up(group: Collectives, *values: float) -> list[int]:
-    """The sum of each of `values` over all ranks, as integers. All ranks call it with equally many values."""
+    """The sum of each of `values` over all ranks, rounded to integers.
+
+    A collective call. All ranks pass the same number of values.
+    """
     totals = torch.tensor(values, dtype=torch.float64)
     group.all_reduce([totals])
     return [round(total) for total in totals.tolist()]

@@ -35,14 +35,15 @@ RESERVE_BYTES = 2**15  # kept on the disk, so that a full disk has room for the 
 
 
 class Attempt:
-    """One attempt at a run on this rank: holds the rank's lock, and writes its outcome file once.
+    """One attempt at a run on this rank: locks the run directory for this rank, writes its outcome file once.
 
-    The file is outcome.json for local rank 0, outcome-RANK.json for other local ranks.
-    path: of the outcome file.
+    The outcome file is outcome.json for local rank 0, outcome-RANK.json for other local ranks.
+    path: the outcome file.
     reason: why the attempt has ended; "" before its end.
-    left: a sentence, if this rank has left an elastic run in order; else "".
-    before_end: function of (the end, seconds) that another thread calls before it ends the process; it
-        completes a checkpoint that is being written, and returns the end.
+    left: a sentence that the other hosts continue the run, if this rank has left an elastic run; else "".
+    before_end: called as before_end(end, seconds) by a thread other than the training thread, before that
+        thread ends the process. The function waits at most `seconds` for a checkpoint that is being written,
+        and returns the end of the attempt.
     """
 
     def __init__(self, run_dir: Path, env: RankEnv) -> None:
@@ -94,9 +95,10 @@ class Attempt:
             ) from None
 
     def begin_as(self, env: RankEnv) -> None:
-        """Begin as the rank that this process has since the hosts elected a coordinator. env: has that rank.
+        """Set the rank of this process after the hosts have elected a coordinator.
 
-        Functions that were registered with `at_end` before are not called at the end.
+        env: the environment with that rank. Functions that were registered with `at_end` before are not
+        called at the end.
         """
         self._env, self._at_end = env, []
 
@@ -113,7 +115,7 @@ class Attempt:
 
     @property
     def step(self) -> int:
-        """The number of completed steps, as far as `update` has set it."""
+        """The number of completed steps that `update` has set; 0 before."""
         return self._figures.step
 
     @property
@@ -122,11 +124,11 @@ class Attempt:
         return str(self._figures.checkpoint).endswith(f"step_{self.step:06d}")
 
     def end(self, outcome: str, reason: str, hurry: bool = False, settled: bool | None = None) -> bool:
-        """Write the outcome file and call the functions of `at_end`. False if the attempt has ended already.
+        """Write the outcome file and call the functions of `at_end`, unless the attempt has ended already.
 
-        outcome: finished, stopped, retryable or final. reason: a sentence. hurry: whether the process is
-        about to exit, for the functions of `at_end`. settled: whether no attempt follows; None: True for all
-        outcomes but retryable.
+        Returns False if it has ended already. outcome: finished, stopped, retryable or final. reason: a
+        sentence. hurry: whether the process is about to exit; passed to the functions of `at_end`. settled:
+        True if no attempt follows. None stands for False if the outcome is retryable, else for True.
         """
         with self._lock:
             if self._ended:
@@ -156,9 +158,10 @@ class Attempt:
         return True
 
     def end_process(self, end: RunEnd, log: RunLogger) -> None:
-        """End the attempt and this process from another thread than the training one, unless it has ended.
+        """End the attempt and this process. For threads other than the training thread.
 
-        end: outcome and reason. log: gets both.
+        If the attempt has ended already, the process continues. end: outcome and reason, which are logged to
+        `log`.
         """
         end = self.before_end(end, math.inf)
         if self.end(end.outcome, str(end), hurry=True):
@@ -173,11 +176,11 @@ def run_attempt(
     make: Callable[[], Run],
     start: Callable[[Run, Attempt, RunLogger], str],
 ) -> int:
-    """Run one attempt at a run on this rank; returns the exit code.
+    """Run one attempt at a run on this rank and write its outcome file; returns the exit code.
 
-    run_dir, env, log: of this rank. make: returns the run file. start: trains with the run file, the attempt
-    and the log; returns the reason of its end. The outcome is written. An exception of either function
-    becomes the outcome.
+    run_dir, env, log: of this rank. make: returns the run file. start: called as start(run file, attempt,
+    log); trains to the end, and returns the reason for the outcome `finished`, a sentence. If `make` or
+    `start` raises an exception, the outcome follows from that exception.
     """
     set_up_streams()
     attempt = Attempt(run_dir, env)
@@ -207,7 +210,8 @@ def run_attempt(
 def watch_torchrun(attempt: Attempt, log: RunLogger) -> None:
     """Start a thread that ends this rank, as retryable, when its parent process torchrun has exited.
 
-    torchrun that is killed does not end its ranks. attempt, log: of this rank.
+    The thread is needed because torchrun does not end its ranks when it is killed. attempt, log: of this
+    rank.
     """
     torchrun = os.getppid()
 

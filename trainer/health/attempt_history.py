@@ -1,7 +1,8 @@
 """The files of a run directory that record the attempts at a run on this host.
 
 attempts.jsonl   one line for each ended attempt: outcome, reason, step, seconds
-attempt.json     the running attempt; if no outcome file exists beside it, the attempt was killed
+attempt.json     the running attempt; it is deleted when the attempt ends, so if it stays, the attempt was
+                 killed
 announced.json   an attempt that is to start; it is deleted when the attempt begins, so if it stays, the
                  attempt died while loading
 
@@ -37,8 +38,9 @@ Line = dict[str, Any]
 def history(run_dir: Path) -> list[Line]:
     """The lines of attempts.jsonl in a run directory, the oldest first; damaged lines are left out.
 
-    A line is a dict with the keys KEYS (outcome, reason, step and others), settled, alone, began (Unix time)
-    and `asked_anew` (whether a person requested the attempt).
+    A line is a dict with the keys KEYS (outcome, reason, step and others), settled (whether no attempt
+    follows), alone (see OutcomeRecord), began (Unix time) and `asked_anew` (whether a person requested the
+    attempt).
     """
     try:
         raw = (run_dir / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -57,10 +59,7 @@ def outcomes(run_dir: Path) -> list[Line]:
 
 
 def shutdowns(run_dir: Path) -> list[Path]:
-    """The paths of the outcome files of attempts that SIGTERM ended.
-
-    The host was perhaps shutting down.
-    """
+    """The paths of the outcome files of attempts that SIGTERM ended, perhaps because the host shut down."""
     paths = [(path, _load(path)) for path in run_dir.glob("outcome*.json")]
     return [path for path, end in paths if end.get("outcome") == "stopped" and not end.get("settled")]
 
@@ -100,7 +99,8 @@ def announce(run_dir: Path) -> None:
 def begin(run_dir: Path) -> None:
     """Write attempt.json for the attempt that begins; adds an earlier killed attempt to attempts.jsonl.
 
-    Call it before the outcome of the earlier attempt is removed. Raises OSError.
+    Call this before the outcome file of the earlier attempt is removed. Raises OSError if a file cannot be
+    written.
     """
     announced = _load(run_dir / ANNOUNCED)
     if not announced and (killed := _killed_attempt(run_dir)):
@@ -116,14 +116,20 @@ def begin(run_dir: Path) -> None:
 
 
 def end(run_dir: Path, outcome: Line) -> None:
-    """Add the running attempt to attempts.jsonl. outcome: content of its outcome.json. Raises OSError."""
+    """Add the running attempt to attempts.jsonl, and delete attempt.json.
+
+    outcome: content of the attempt's outcome.json. Raises OSError if a file cannot be written.
+    """
     line = {name: outcome.get(name) for name in (*KEYS, "settled", "alone")}
     _add(run_dir, line | _start_of(_load(run_dir / RUNNING)))
     (run_dir / RUNNING).unlink(missing_ok=True)
 
 
 def settle(run_dir: Path) -> None:
-    """Set `settled` to true in outcome.json, or write it for a killed attempt: no attempt follows."""
+    """Set `settled` in outcome.json to true, because no attempt follows. Errors of the disk are ignored.
+
+    If the attempt was killed and has no outcome.json, the file is written.
+    """
     ends = outcomes(run_dir)
     known = [end for end in ends if end.get("outcome") in SETTLED]  # by another rank of this host, perhaps
     outcome = (known or ends or [unrecorded(run_dir)])[0]
@@ -136,9 +142,9 @@ def settle(run_dir: Path) -> None:
 
 
 def unrecorded(run_dir: Path) -> Line:
-    """The line that attempts.jsonl lacks, of an attempt that was killed or never began; {} without one.
+    """The line that attempts.jsonl lacks: that of an attempt that was killed or never began.
 
-    For its keys see `history`.
+    It has the keys that `history` lists. {} if there is no such attempt.
     """
     announced = _load(run_dir / ANNOUNCED)
     if not announced:

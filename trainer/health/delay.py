@@ -1,4 +1,4 @@
-"""When a step is late, when its delay is reported again, and when a lost rank ends the attempt."""
+"""Time limits: when a step is late, when its delay is reported, and when a lost rank ends the attempt."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ def stall_seconds() -> float:
 
 
 class DelayReport:
-    """Decides when a late stage is reported again, and when a lost rank ends the attempt.
+    """Decides when a late stage is reported, and when a lost rank ends the attempt.
 
-    reported: whether a report was logged for the present delay.
+    A stage is a step, an evaluation or loading (see `Stage`). A rank is lost if it is gone, frozen or
+    unreachable, or if traffic with it is impaired. reported: whether this delay has been reported.
     """
 
     def __init__(self, stall: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin without a delay.
+        """Begin with a delay that has not been reported.
 
-        stall: the stall time in seconds (see `stall_seconds`). clock: that of the module time, for tests.
+        stall: the stall time in seconds (see `stall_seconds`). clock: returns the time in seconds; tests pass
+        another one.
         """
         self._every, self._clock = min(REPORT_SECONDS, stall / 4), clock
         self._longest = IMPAIRED_STALLS * stall
@@ -56,14 +58,15 @@ class DelayReport:
 
     @property
     def is_due(self) -> bool:
-        """Whether to collect evidence now: at first, then every 10 s, or every stall / 4 if shorter."""
+        """Whether to collect evidence now: at first, then every 10 s, or every stall / 4 if that is less."""
         return self._clock() >= self._next
 
     def should_report(self, lost: Mapping[int, Verdict], late_seconds: float) -> bool:
         """Record the verdicts on lost ranks; returns whether to log a report now.
 
-        lost: {lost rank: its verdict}. late_seconds: how long the stage is late. True at the first call, when
-        a verdict changes, and when `late_seconds` has doubled since the last report.
+        lost: {lost rank: its verdict}. late_seconds: the seconds since the late stage began. True at the
+        first call, when the lost ranks or their verdicts change, and when `late_seconds` has doubled since
+        the last report.
         """
         now, before, self._lost = self._clock(), self._lost, {}
         self._next = now + self._every
@@ -78,10 +81,10 @@ class DelayReport:
 
     @property
     def is_over(self) -> bool:
-        """Whether a rank has been lost for so long that the attempt ends.
+        """Whether a rank has been lost for so long that the attempt must end.
 
-        It has had one verdict for the time that this verdict allows, or several for the longest of these
-        times.
+        Each verdict has a time limit. The attempt must end if a rank has had one verdict for the limit of
+        that verdict, or has been lost with changing verdicts for the longest limit (5 stall times).
         """
         now = self._clock()
         return any(

@@ -37,7 +37,7 @@ PADDING = "." * 2048  # more than a packet of 1500 bytes
 class EndpointAddress(NamedTuple):
     """The address of a health endpoint.
 
-    address: IP address. port: its port. secret: a text that both sides of a query must know.
+    address: IP address. port: TCP port. secret: a text that both sides of a query must know.
     """
 
     address: str
@@ -46,7 +46,7 @@ class EndpointAddress(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> EndpointAddress | None:
-        """The address in `text`, "ADDRESS PORT SECRET"; None if it is no such text."""
+        """The address in `text`, which has the form "ADDRESS PORT SECRET"; None if it has another form."""
         try:
             address, port, secret = text.split(" ")
             return cls(address, int(port), secret) if 0 < int(port) < 65536 else None
@@ -68,11 +68,12 @@ class Answer(NamedTuple):
 
 
 class HealthEndpoint(socketserver.ThreadingTCPServer):
-    """Answers queries about this rank, in threads, until `close`.
+    """A server that answers queries about this rank, in threads, until `close`.
 
-    address: IP address of this host. answer: returns the run status; its argument is whether the query asks
-    for the stacks of all threads. Several threads may call it at once. If MOST_CONNECTIONS clients have not
-    sent the secret yet, a new one closes the oldest of theirs.
+    address: the EndpointAddress at which the rank answers. answer: function that is called for each query,
+    perhaps by several threads at once. Its argument is whether the query asks for the stacks of all threads;
+    it returns the run status. If MOST_CONNECTIONS clients are connected and have not sent the secret yet, a
+    new connection closes the oldest of theirs.
     """
 
     daemon_threads = True
@@ -82,7 +83,8 @@ class HealthEndpoint(socketserver.ThreadingTCPServer):
     def __init__(self, address: str, answer: Callable[[bool], RunStatusRecord]) -> None:
         """Start to answer, at a port that the kernel picks.
 
-        Raises OSError if this host does not have `address`.
+        address: IP address of this host. answer: see the class. Raises OSError if this host does not have
+        `address`.
         """
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.answer = answer
@@ -150,8 +152,8 @@ class _Query(socketserver.BaseRequestHandler):
 def query(address: EndpointAddress, stacks: bool = False, seconds: float = QUERY_SECONDS) -> Answer:
     """Query the health endpoint at `address`.
 
-    stacks: whether to also ask for the stacks of all threads. seconds: the most for connecting, and again for
-    the answer.
+    stacks: whether to also ask for the stacks of all threads. seconds: time limit for the connection, and
+    again for the answer.
     """
     # A connection that closes early is tried again: an endpoint with too many connections closes one; and if
     # the process has just ended, the next connection is refused.
@@ -185,13 +187,20 @@ def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answe
 
 
 def send_line(connection: socket.socket, message: dict[str, Any], deadline: float) -> None:
-    """Send `message` as a line of JSON. Raises TimeoutError at `deadline`, a time of time.monotonic()."""
+    """Send `message` as a line of JSON.
+
+    Raises TimeoutError if the line is not sent by `deadline`, a time of time.monotonic().
+    """
     connection.settimeout(_seconds_left(deadline))
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
-    """Read a line of about `limit` bytes at most. Raises TimeoutError, or ValueError without a line end."""
+    """Read a line of about `limit` bytes at most.
+
+    Raises TimeoutError if the line has not arrived by `deadline`, a time of time.monotonic(). Raises
+    ValueError if the line is longer, or if the connection closes before its end.
+    """
     line = bytearray()
     while len(line) <= limit and not line.endswith(b"\n"):
         connection.settimeout(_seconds_left(deadline))

@@ -20,11 +20,12 @@ DOCTOR = "`ansible-playbook doctor.yml` finds the fault"
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """What is known about one rank while a step is late.
+    """The evidence on one rank while a step is late.
 
     peer: the rank.
     endpoint: result of a query to its health endpoint.
-    status: its last run status, which arrived `age` seconds ago. freshness: the class of this age.
+    status: its last run status.
+    age: seconds since a status last arrived through the rendezvous store. freshness: the class of this age.
     reachable: whether any health endpoint on its host has responded.
     """
 
@@ -124,9 +125,9 @@ def _effort(status: RunStatusRecord) -> str:
 
 
 def describe_delay(evidence: Sequence[RankEvidence]) -> str:
-    """One sentence on a late step, with a part for each rank. evidence: of each rank.
+    """One sentence on a late step, with a part for each rank.
 
-    The ranks that delay the others come first.
+    evidence: the evidence on each rank. The ranks that delay the others come first.
     """
     waiting = [each for each in evidence if each.is_waiting]
     if len(waiting) == len(evidence) > 1:
@@ -148,8 +149,9 @@ def describe_delay(evidence: Sequence[RankEvidence]) -> str:
 def describe_loss(evidence: Sequence[RankEvidence], fallback: str, stood_still: float = 0.0) -> str:
     """The reason why an attempt ends, as sentences: the lost ranks and a remedy, then impaired traffic.
 
-    evidence: of each rank. fallback: the sentence if no rank is lost, or "". stood_still: the seconds for
-    which this process did not run, as after a suspend; 0 is not mentioned.
+    evidence: the evidence on each rank. fallback: the first sentence if no rank is gone, frozen or
+    unreachable; "" for none. stood_still: the seconds for which this process did not run, for example because
+    its host was suspended; 0 is not mentioned.
     """
     dead = [each for each in evidence if each.verdict.is_dead]
     impaired = [capitalize(describe_rank(each)) for each in evidence if each.verdict == Verdict.IMPAIRED]

@@ -3,10 +3,10 @@
 python -m trainer again --run-dir runs/mine           # exit code 0: restart; 1: no restart, and the reason
 python -m trainer again --run-dir runs/mine --wait    # sleep first, longer after attempts without progress
 
-A run directory without outcome and heartbeat files is that of a requested run: it starts without a wait, and
-attempts without progress are counted from there. With --first-must-step, a first attempt that makes no step
-is not repeated, because the person who requested the run reads the error now. If --wait finds that no attempt
-follows, it sets `settled` in outcome.json to true. Only the standard library is imported.
+If the run directory has no outcome, heartbeat or announced.json, a person has just requested the run: it
+starts without a wait, and attempts without progress are counted from there. With --first-must-step, a first
+attempt that makes no step is not repeated, because the person who requested the run reads the error now. With
+--wait, `settled` in outcome.json is set to true if no attempt follows. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ LIMIT = 30
 class RestartDecision(NamedTuple):
     """Whether this host starts another attempt at a run.
 
-    again: whether to start it. reason: why, a sentence.
-    fruitless: the number of last attempts in a row without progress.
+    again: whether to start another attempt. reason: why, a sentence.
+    fruitless: the number of attempts since the run reached its furthest step, with the attempt that reached
+        it; 0 if this was not counted.
     wait_seconds: the wait before the next attempt.
     """
 
@@ -67,11 +68,11 @@ def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> R
 
 
 def judge_after_boot(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
-    """Decide, after the host has booted, whether to start the run again that its shutdown has ended.
+    """Decide, after the host has booted, whether to restart a run that the shutdown of the host has ended.
 
-    run_dir, limit: as for `judge`. An orderly shutdown ends the ranks by SIGTERM: their outcome `stopped` is
-    not settled, and its file is deleted here. A file named stop in the run directory, a request to stop,
-    prevents the start.
+    run_dir, limit: as for `judge`. An orderly shutdown ends the ranks by SIGTERM: their outcome is `stopped`
+    and not settled. This function deletes such outcome files. If the run directory has a file named stop,
+    a person has asked the run to stop, and it is not restarted.
     """
     if (run_dir / "stop").exists():
         return RestartDecision(False, "stopped: the run was asked to stop before the host went down")
@@ -81,9 +82,10 @@ def judge_after_boot(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
 
 
 def judge_at_end(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
-    """Decide, when an attempt has ended, whether to start the run again if the host boots. Writes nothing.
+    """Decide, when an attempt has ended, whether the run is to restart at the next boot. Writes nothing.
 
-    run_dir, limit: as for `judge`.
+    run_dir, limit: as for `judge`. The run is to restart if SIGTERM has ended the attempt; else `judge`
+    decides.
     """
     if attempt_history.shutdowns(run_dir):
         return RestartDecision(True, "The attempt was ended by SIGTERM, perhaps because its host goes down.")
@@ -95,9 +97,9 @@ def _reason(end: dict[str, Any]) -> str:
 
 
 def wait_after(fruitless: int) -> float:
-    """Seconds to wait before the next attempt: 0, 0, 5, 10, 20, 40, 60, 60 ...
+    """Seconds to wait before the next attempt: 0, 0, 5, 10, 20, 40, 60, 60 ... for `fruitless` from 0 on.
 
-    fruitless: the number of last attempts in a row without progress.
+    fruitless: as in RestartDecision.
     """
     if fruitless < 2:
         return 0.0
@@ -146,9 +148,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `trainer again`: print the decision; returns 0 if it is to start another attempt, else 1.
+    """Run `trainer again`: print the decision; returns 0 if another attempt is to start, else 1.
 
-    With --wait: sleeps and writes announced.json before another attempt; else sets `settled` in outcome.json.
+    With --wait, before another attempt: sleeps, then writes announced.json. With --wait, if no attempt
+    follows: sets `settled` in outcome.json to true.
     """
     if args.at == "boot":
         decision = judge_after_boot(args.run_dir, args.limit)

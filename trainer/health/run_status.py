@@ -1,6 +1,6 @@
 """Keeps the run status of this rank in heartbeat-<rank>.json, which is replaced at each phase and step.
 
-The same calls measure the seconds of each phase. A thread also writes the file every second while the main
+RunStatus also measures the seconds of each phase. A thread writes the file every second too, while the main
 thread computes or waits: an old file shows that the process does not run.
 """
 
@@ -43,8 +43,8 @@ CPU_WINDOW = 5  # publications over which the share of a core is measured
 class Stage(NamedTuple):
     """A unit of work that the watchdog times: a step, an evaluation, loading.
 
-    name: "step", or a phase outside of steps. step: the number of steps done before it. seconds: since it
-    began.
+    name: "step", or a phase outside of steps. step: the number of steps completed before the stage. seconds:
+    the time since the stage began.
     """
 
     name: str
@@ -55,7 +55,8 @@ class Stage(NamedTuple):
 class RunStatus:
     """Keeps the run status of this rank, and writes it to heartbeat-RANK.json in the run directory.
 
-    path: of the file. is_waiting: returns whether the rank waits in a collective; the setup sets it.
+    path: the heartbeat file. is_waiting: function that returns whether the rank waits in a collective; the
+    setup of the run sets it.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class RunStatus:
     ) -> None:
         """Begin in the phase load.
 
-        Call this on the thread that trains: the CPU time of this thread is measured. run_dir: of the
-        heartbeat file. env, run_id: environment and run of this rank. clock: that of the module time.
+        Call this on the thread that trains: the CPU time of this thread is measured. run_dir: the folder of
+        the heartbeat file. env: the environment of this rank. run_id: the name of the run. clock: returns the
+        time in seconds; tests pass another one.
         """
         self.path = run_dir / f"heartbeat-{env.rank}.json"
         self.is_waiting: Callable[[], bool] = lambda: False  # whether the rank waits in a collective
@@ -124,7 +126,8 @@ class RunStatus:
     def waiting(self) -> Iterator[None]:
         """Context around a wait for other ranks: within a step, its seconds count for the phase sync.
 
-        It does not write the heartbeat file, because a step has many such waits; the thread writes it.
+        It does not write the heartbeat file, because a step has many such waits. The thread of `start` writes
+        the file.
         """
         before = self.phase
         if before == "sync" or before not in STEP_PHASES:
@@ -135,7 +138,7 @@ class RunStatus:
         self._switch(before)  # not after an error, which happened in sync
 
     def lap(self) -> dict[str, float]:
-        """{phase: seconds in it} since the last call of `lap`, including the current phase so far."""
+        """The seconds in each phase, also the current one, since the last call of `lap`: {phase: seconds}."""
         self.enter(self.phase)
         seconds, self._seconds = self._seconds, {}
         return seconds
@@ -157,7 +160,7 @@ class RunStatus:
             self._record.blame = None
 
     def begin_stage_again(self) -> None:
-        """Count the seconds of the current stage from now on, because a part of it is done."""
+        """Count the seconds of the current stage from 0 again, after a part of the stage is done."""
         self._stage_entered = self._clock()
 
     @property
@@ -197,7 +200,7 @@ class RunStatus:
 
 
 class CpuUsage:
-    """Measures the share of a CPU core that the thread which has created the object uses."""
+    """Measures the share of a CPU core that one thread uses: the thread that creates the object."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, float]] = deque(maxlen=CPU_WINDOW + 1)
@@ -206,10 +209,10 @@ class CpuUsage:
         self.share(0.0)
 
     def share(self, since: float) -> float | None:
-        """The share of a core that the thread has used in the last seconds, at most since `since`; 1.0: all.
+        """The share of a core that the thread has used in the last few seconds; 1.0 is a whole core.
 
-        since: a time of time.monotonic(). None without a measurement between `since` and now, and if the
-        system does not measure the CPU time of a thread.
+        since: a time of time.monotonic(); earlier measurements are left out. None if there is no measurement
+        after `since`, or if the system does not measure the CPU time of a thread.
         """
         if self._clock is None:
             return None

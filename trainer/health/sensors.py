@@ -12,16 +12,17 @@ SLOWED = 0.8  # of the processor's highest clock
 
 
 class Sensors:
-    """Reads the sensors of this host; throttling is an increase of the kernel's counters between reads."""
+    """Reads the CPU temperature of this host and whether its CPU is throttled."""
 
     def __init__(self) -> None:
         self._throttle_events = throttle_events()
 
     def read(self) -> dict[str, float | bool | None]:
-        """The present readings: {"temperature", "throttled"}.
+        """The present readings, a dict with the keys temperature and throttled.
 
-        A value is None if the host does not provide it. temperature: degrees Celsius of the hottest zone.
-        throttled: whether the processor was slowed since the last call, or is now.
+        A value is None if the host does not provide it. temperature: see the function `temperature`.
+        throttled: whether the kernel's throttle counters have grown since the last call, or the highest clock
+        of the CPU is limited now.
         """
         events = throttle_events()
         slowed = None
@@ -33,14 +34,14 @@ class Sensors:
 
 
 def throttle_events() -> int | None:
-    """How often the kernel has counted that a core was throttled, over all cores; None without counters."""
+    """The number of throttle events that the kernel has counted on all cores; None if it has no counters."""
     counts = [_number(path) for path in CPU.glob("cpu*/thermal_throttle/core_throttle_count")]
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
 
 def temperature() -> float | None:
-    """The temperature of the hottest zone of the processor in degrees Celsius; None if there is none."""
+    """The temperature of the CPU's hottest thermal zone in degrees Celsius; None if there is no zone."""
     degrees = []
     for zone in sorted(THERMAL.glob("thermal_zone*")):
         with contextlib.suppress(OSError):

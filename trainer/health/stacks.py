@@ -24,10 +24,10 @@ def stacks() -> str:
 
 
 def main_line() -> str:
-    """The line at which the main thread is, as file:line in function.
+    """The line that the main thread executes, such as "train.py:210 in step".
 
-    If this is a line of a library, the line of the trainer that called it comes first: "train.py:210 in step,
-    at functional.py:90 in linear". Without a main thread: "nowhere".
+    If this is a line of a library, the line of the trainer that called the library comes first: "train.py:210
+    in step, at functional.py:90 in linear". If there is no main thread, the result is "nowhere".
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:

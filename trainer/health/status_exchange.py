@@ -5,8 +5,9 @@
     exchange.received                          # rank -> ReceivedStatus, for the other ranks
     exchange.publish()                         # publish and read at once, in a bounded time
 
-The connection is not shared: a TCPStore client serves one thread at a time, and a call to a frozen or
-unreachable server does not return. `received` is then not updated any more, and `age` of its entries grows.
+The exchange has a connection of its own: a TCPStore client serves one thread at a time, and a call to a
+frozen or unreachable server does not return. During such a call `received` is not updated, and the `age` of
+its entries grows.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ RECONNECT_SECONDS = 10.0  # between attempts to connect to a store that was lost
 class ReceivedStatus(NamedTuple):
     """The last run status that was received from a rank.
 
-    status: the run status. number: each publication of a rank has the next one. at: value of time.monotonic()
-    on this host when this number was first read.
+    status: the run status. number: the number of the publication; each rank counts its publications. at:
+    value of time.monotonic() on this host when the publication was first read.
     """
 
     status: RunStatusRecord
@@ -71,7 +72,10 @@ class StatusExchange:
         self._others = {**self._others, **{rank: f"status/{rank}" for rank in ranks}}
 
     def start(self, prefix: str, status: Callable[[], RunStatusRecord]) -> None:
-        """Start the thread. prefix: of the keys in the store. status: returns the run status of this rank."""
+        """Start the thread that publishes and reads each second.
+
+        prefix: prefix of the keys in the rendezvous store. status: returns the run status of this rank.
+        """
         self._prefix, self._status, self.is_started = prefix, status, True
         threading.Thread(target=self._work, name="status exchange", daemon=True).start()
 
@@ -80,9 +84,9 @@ class StatusExchange:
         self._stopped.set()
 
     def publish(self, seconds: float = 1.0) -> None:
-        """Publish this rank's status and read those of the other ranks, in a thread; wait at most `seconds`.
+        """Publish this rank's status and read those of the other ranks now; wait at most `seconds` for this.
 
-        Does nothing before `start`. Raises nothing for a lost connection.
+        Does nothing before `start`. Raises nothing if the connection is lost.
         """
         if self.is_started:
             once = threading.Thread(target=self._exchange, name="status exchange, once", daemon=True)

@@ -22,9 +22,9 @@ FOR_PEERS = (
 
 
 class RankEnd(NamedTuple):
-    """The end of a rank, as it publishes it to the other ranks.
+    """The end of a rank, as published to the other ranks.
 
-    outcome, reason: as in its outcome file. is_echo: whether it ends only because another rank is lost.
+    outcome, reason: as in its outcome file. is_echo: whether the rank ends only because another rank is lost.
     """
 
     outcome: str
@@ -35,8 +35,8 @@ class RankEnd(NamedTuple):
 class SavedCheckpoint(TypedDict):
     """A completely written checkpoint.
 
-    step: number of completed steps. time: Unix time at which it was written. path: relative to the run
-    directory.
+    step: number of completed steps. time: Unix time at which the checkpoint was written. path: its path,
+    relative to the run directory.
     """
 
     step: int
@@ -46,10 +46,11 @@ class SavedCheckpoint(TypedDict):
 
 @dataclass(slots=True)
 class RunFigures:
-    """The figures that both run status and outcome have. None: not known.
+    """The figures that both the run status and the outcome file have. None: not known.
 
-    run_id: name of the run. step: completed steps. num_iterations: steps of the run.
-    loss: of the last step, in nats per token. val_bpb: of the last evaluation, in bits per byte.
+    run_id: name of the run. step: number of completed steps. num_iterations: number of steps of the run.
+    loss: training loss of the last step, in nats per token.
+    val_bpb: result of the last evaluation, in bits per byte.
     tok_per_s: tokens per second, over all ranks.
     """
 
@@ -68,9 +69,9 @@ class OutcomeRecord(RunFigures):
     tok_per_s: here the mean over recent steps.
     first_loss: loss of the first step of the run.
     checkpoint: path of the newest checkpoint, relative to the run directory.
-    sample: the last sample of text.
-    alone: the host to which the run is transferred, a dict with host, seconds, together and `said` (see
-        TransferToHost); else None.
+    sample: the last generated text.
+    alone: if the run is transferred to one host, a dict with host, seconds, together and `said` (see
+        TransferToHost in trainer/outcome.py); else None.
     """
 
     first_loss: float | None = None
@@ -81,24 +82,25 @@ class OutcomeRecord(RunFigures):
 
 @dataclass(slots=True)
 class RunStatusRecord(RunFigures):
-    """The run status of one rank, besides the fields of RunFigures. None: not known, or not measured here.
+    """The run status of one rank: the fields of RunFigures and those below. None: not known, or not measured.
 
-    rank, world_size, host, pid: of the rank and its process.
-    phase: what the rank does. entered: Unix time at which the phase began.
-    tok_per_s: of the last step. tok_per_s_average: over recent steps. step_seconds: of the median step.
-    eta_seconds: expected until the last step. sync_share: share of a step's seconds in the phase sync.
-    shares: rows per rank. checkpoint: the newest one.
-    stall_seconds: after which a step is late at the least.
+    rank: its number. world_size: the number of ranks. host: name of its host. pid: PID of its process.
+    phase: the current phase, one of PHASES in run_status.py. entered: Unix time at which the phase began.
+    tok_per_s: here of the last step. tok_per_s_average: tokens per second over recent steps.
+    step_seconds: seconds of the median step. eta_seconds: expected seconds for all remaining steps.
+    sync_share: the part of a step's seconds that the phase sync takes, from 0 to 1.
+    shares: rows per rank. checkpoint: the newest checkpoint.
+    stall_seconds: the stall time, the shortest time in seconds after which a step is late.
     `blame`: the diagnosis of a late step. warning: a sentence.
     time: Unix time at which the heartbeat file was written.
-    cpu: share of a core that the training thread uses. temperature: degrees Celsius. throttled: whether the
-        processor is slowed.
-    stage: unit of work that the watchdog times, step or a phase outside of steps. phase_seconds: since the
-        phase began. waits: whether the rank waits in a collective.
-    interface, up, received: name of the network interface, whether it is active, bytes per second that
-        arrive.
-    endpoint: address of the health endpoint. ended: how the rank has ended; None before.
-    line, stacks: on request, the innermost line of the main thread and the stacks of all threads.
+    cpu: share of a core that the training thread uses; 1.0 is a whole core. temperature: of the CPU, in
+        degrees Celsius. throttled: whether the CPU is slowed.
+    stage: unit of work that the watchdog times: "step", or a phase outside of steps. phase_seconds: seconds
+        since the phase began. waits: whether the rank waits in a collective.
+    interface: name of the network interface. up: whether the interface is active. received: bytes per second
+        that arrive at it.
+    endpoint: address of the health endpoint as text. ended: how the rank has ended; None before.
+    line, stacks: the line that the main thread executes, and the stacks of all threads; "" unless requested.
     """
 
     rank: int | None = None
@@ -146,7 +148,7 @@ class RunStatusRecord(RunFigures):
     def load(cls, values: Mapping[str, Any]) -> RunStatusRecord:
         """The run status with the fields in `values`, a heartbeat or message; other keys are ignored.
 
-        Raises TypeError for a malformed `ended`.
+        Raises TypeError if the value of `ended` is malformed.
         """
         known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         if known.get("ended"):
@@ -155,7 +157,7 @@ class RunStatusRecord(RunFigures):
 
     @property
     def is_empty(self) -> bool:
-        """Whether this is no received status but an empty record: every published status has a phase."""
+        """Whether no status was received, so that this is an empty record: a published status has a phase."""
         return not self.phase
 
     @property

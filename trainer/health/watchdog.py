@@ -6,9 +6,9 @@
     raise watchdog.explain(error)           # a collective failed: find the cause among the peers
 
 A step is late after max(60 s, 5 x the median). While all ranks answer, the attempt continues up to the
-time-out of the collectives. A rank that is gone ends the attempt at once; a rank that is frozen or
-unreachable ends it after one more minute, impaired traffic after five minutes (docs/diagnosis.md). The end of
-one rank is published to all, with its cause.
+time-out of the collectives. After a step is late, a rank that is gone ends the attempt in 10 s, a rank that
+is frozen or unreachable in one minute, impaired traffic in five minutes (docs/diagnosis.md). Each rank
+publishes its own end, with the cause, to all others.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ class Watchdog:
 
     @property
     def endpoint(self) -> str:
-        """The address of this rank's health endpoint, for `set_peers` of the others; "" without one."""
+        """The address of this rank's health endpoint, for `set_peers` of the others; "" if there is none."""
         return str(self._endpoint.address) if self._endpoint else ""
 
     def start_exchange(self, prefix: str) -> None:
         """From now on, publish this rank's status in the rendezvous store and read those of the other ranks.
 
-        prefix: of the keys in the store.
+        prefix: prefix of the keys in the store.
         """
         self._exchange.start(prefix, self._status)
 
@@ -110,25 +110,26 @@ class Watchdog:
         }
 
     def set_members(self, peers: Iterable[Peer], endpoints: Mapping[int, str]) -> None:
-        """Set the members of an elastic run, by their rank at launch. Only rank 0 can end the run then.
+        """Set the members of an elastic run: the ranks, by their number at launch, that now take part in it.
 
-        peers, endpoints: as for `set_peers`.
+        From then on, the published end of another rank ends this attempt only if that rank is rank 0. peers,
+        endpoints: as for `set_peers`.
         """
         self.set_peers(peers, endpoints)
         self._others, self._elastic = set(self._peers), True
         self._exchange.expect(self._others)
 
     def status_age(self, rank: int) -> float | None:
-        """Seconds since the last status of `rank` arrived; None before the first."""
+        """Seconds since the last status of `rank` arrived; None if none has arrived."""
         received = self._exchange.received.get(rank)
         return received.age if received else None
 
     def delaying(self, seconds: float) -> list[int]:
-        """The ranks, by their number at launch, that still compute a step for which others wait.
+        """The ranks, by their number at launch, that still compute a step while other ranks wait for them.
 
-        seconds: the least time for which this rank has waited, or if it computes itself, another one; two
-        median steps, if that is longer. Ranks that wait too, or whose phase is not known, are left out;
-        before a step is measured, all are.
+        seconds: how long this rank must have waited in the phase sync; if it computes itself, how long
+        another rank must have waited. It is two median steps at least. The result is empty if no rank has
+        waited for so long, or if no step is measured yet. Ranks whose phase is not known are left out.
         """
         mine, median = self._run_status.record(), self._run_status.step_seconds
         received = {rank: known for rank, known in self._exchange.received.items() if rank in self._others}
@@ -143,7 +144,7 @@ class Watchdog:
         return [rank for rank, phase in phases.items() if phase in COMPUTING]
 
     def is_alive(self, rank: int) -> bool:
-        """Whether a status of `rank` arrived in the last FRESH_SECONDS that does not report its end."""
+        """Whether the last status of `rank` arrived in the last FRESH_SECONDS and does not report its end."""
         received = self._exchange.received.get(rank)
         return received is not None and received.age < FRESH_SECONDS and not received.status.ended
 
@@ -314,10 +315,10 @@ class Watchdog:
         return None
 
     def explain(self, error: Retryable) -> RunEnd:
-        """The end of the attempt after a collective failed, found within EXPLAIN_SECONDS.
+        """Find the cause of a failed collective, in about EXPLAIN_SECONDS; returns the end of the attempt.
 
-        error: of the collective. The result is the end that another rank has published, or else follows from
-        a diagnosis of the ranks.
+        error: the exception of the collective. The result is the end that another rank has published. If no
+        rank has published its end, the result follows from a diagnosis of the ranks.
         """
         began = time.monotonic()
         evidence: list[RankEvidence] = []

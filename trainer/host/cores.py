@@ -30,8 +30,8 @@ def at_most_quota(threads: int) -> int:
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The CPU quota of this process in cores (seconds of CPU per second); None without a quota.
 
-    A container or a parent control group may set one, so the smallest on the path counts. `root` is the root
-    of the file system.
+    The control group of the process and each of its parents may set a quota; the smallest of these counts.
+    root: the root of the file system.
     """
     try:
         lines = (root / CGROUP).read_text(encoding="utf-8").splitlines()

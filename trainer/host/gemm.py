@@ -1,4 +1,4 @@
-"""Measures GEMM rates in this process: one core by number format, or one shape with all threads."""
+"""Measures GEMM rates in this process: one core for each number format, or one shape with all threads."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _measure(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
 
 
 def gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """The GEMM rate in FLOP/s of a (rows, inner) by (inner, cols) product, with all threads of torch.
+    """The rate in FLOP/s of the GEMM of a (rows, inner) and an (inner, cols) matrix, with all torch threads.
 
-    shape: (rows, inner, cols). dtype: number format of the matrices. device: where they are computed. The
+    shape: (rows, inner, cols). dtype: number format of the matrices. device: the device that computes. The
     rate is the best of several runs, by wall-clock time.
     """
     rows, inner, cols = shape

@@ -25,8 +25,9 @@ from trainer.host.rank_env import RankEnv
 class RunLogger(logging.Logger):
     """The logger of a rank, which writes to standard output.
 
-    env: names the rank and host in each line. as_json: whether a line is a JSON object. It is not registered
-    with the module logging, so libraries do not log to it.
+    env: the environment of the rank. Each line has the rank, and as JSON also the host. as_json: whether each
+    line is a JSON object. The logger is not registered with the module logging, so libraries do not log to
+    it.
     """
 
     def __init__(self, env: RankEnv, as_json: bool = False) -> None:
@@ -35,7 +36,7 @@ class RunLogger(logging.Logger):
         self.begin(env)
 
     def begin(self, env: RankEnv) -> None:
-        """Show the rank of `env` in all later lines; called again when a rank gets another number."""
+        """Show the rank of `env` in all later lines. Call this again when this process gets another rank."""
         self.handlers = [StdoutHandler(env, self._as_json)]
 
     def failure(self, error: BaseException) -> None:
@@ -66,10 +67,10 @@ def fields(event: str, **figures: Any) -> dict[str, Any]:
 
 
 class StdoutHandler(logging.Handler):
-    """Writes whole lines to the current sys.stdout. A closed pipe does not end the run.
+    """A log handler that writes whole lines to the current sys.stdout. A closed pipe does not end the run.
 
-    env: names the rank. as_json: whether each log record becomes a line of JSON; if not, each line of its
-    message begins with the rank, as "[rank 0] ".
+    env: the environment of the rank. as_json: whether each log record becomes a line of JSON; if not, each
+    line of its message begins with the rank, as "[rank 0] ".
     """
 
     def __init__(self, env: RankEnv, as_json: bool) -> None:

@@ -23,9 +23,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def keep_freed_memory() -> None:
     """Make glibc keep freed blocks of up to KEPT_BYTES for reuse; other C libraries are left as they are.
 
-    By default glibc returns each large block to the system when it is freed, and maps it again later: a step
-    of depth 8 then has some 100,000 page faults, about 5 % of the step beside another process that does the
-    same (docs/performance.md). Call this once in a process, before large tensors exist.
+    By default glibc returns each large block to the system when it is freed, and maps it again later. A step
+    of a model of depth 8 then has some 100,000 page faults. They take about 5 % of the step if another
+    process on the host does the same (docs/performance.md). Call this once in a process, before large tensors
+    exist.
     """
     with contextlib.suppress(OSError, TypeError, AttributeError):  # Windows, macOS, musl
         mallopt = ctypes.CDLL(None).mallopt
@@ -34,10 +35,11 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return the freed memory that `keep_freed_memory` has kept to the system; the next step maps it again.
+    """Return to the system the freed memory that glibc keeps because of `keep_freed_memory`.
 
-    Call this after what takes other blocks than a step does: the setup, an evaluation, a checkpoint. Without
-    it a rank of depth 8 keeps 0.8 GB of the setup that its steps cannot use.
+    The next step maps the memory that it needs again. Call this after work that allocates blocks of other
+    sizes than a step does: the setup, an evaluation, a checkpoint. Without this call, a rank with a model of
+    depth 8 keeps 0.8 GB from the setup that its steps cannot use.
     """
     with contextlib.suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

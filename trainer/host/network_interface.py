@@ -15,10 +15,10 @@ SPAN_SECONDS = 5.0  # the shortest interval of a rate
 
 
 class NetworkInterface:
-    """The network interface over which this rank is connected; `name` is its name, "" if it is unknown.
+    """The network interface over which this rank is connected.
 
-    It is the interface that GLOO_SOCKET_IFNAME names. Without that variable it is the one that has the IP
-    address `address`.
+    name: name of the interface; "" if it is unknown. The environment variable GLOO_SOCKET_IFNAME sets it. If
+    the variable is not set, the interface is the one with the IP address `address`.
     """
 
     def __init__(self, address: str) -> None:
@@ -31,7 +31,7 @@ class NetworkInterface:
         """The state of the interface, with keys as in the run status: interface, up and received.
 
         interface: its name. up: whether it is active; None if unknown. received: bytes per second that
-        arrive, over SPAN_SECONDS or more; None before the first measurement.
+        arrive, measured over SPAN_SECONDS or more; None before the first measurement.
         """
         with self._lock:
             now = time.monotonic()
@@ -46,7 +46,7 @@ class NetworkInterface:
             return {"interface": self.name, "up": up, "received": self._rate}
 
     def counters(self) -> tuple[int | None, int | None]:
-        """(bytes sent, bytes received) by the interface so far; None for each if it has no counters."""
+        """(bytes sent, bytes received) by the interface so far; (None, None) if it has no counters."""
         with contextlib.suppress(*NOT_AVAILABLE):
             counters = psutil.net_io_counters(pernic=True)[self.name]
             return counters.bytes_sent, counters.bytes_recv

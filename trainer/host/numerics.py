@@ -1,4 +1,4 @@
-"""The arithmetic of this rank: device, number format, threads, denormals, and the reason for each.
+"""The arithmetic of this rank: device, number formats, threads and denormals, with the reasons for them.
 
     options = explore("auto", "auto", threads=0, local_rank=0, local_world_size=1)    # before any other torch
     options.shown()                                        # strings for the other ranks
@@ -6,8 +6,8 @@
     numerics = options.on(kind)
     model.to(numerics.device, numerics.dtype); model.compute_dtype = numerics.compute_dtype
 
-Weights, gradients and optimizer state are in `dtype`, equal on all ranks; GEMMs are in
-`compute_dtype`, which may differ between ranks: replicated results do not depend on it.
+Weights, gradients and optimizer state are in `dtype`, which is the same on all ranks. GEMMs are in
+`compute_dtype`, which may differ between ranks: results that all ranks compute alike do not depend on it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 class Gpu(NamedTuple):
     """A GPU of this host.
 
-    name: as the driver has it. capability: its compute capability, such as "8.6". has_bfloat16: whether it
+    name: its name in the driver. capability: its compute capability, such as "8.6". has_bfloat16: whether it
     computes bfloat16 in hardware, not by emulation.
     """
 
@@ -56,7 +56,7 @@ class Binding:
     usable: the processors among which `cpus` were chosen, in the same format.
     cores: the number of processors in `usable`, limited to the CPU quota.
     reason: why `cpus` were chosen, for the tracker.
-    `cpus` is empty if a person has set the number of threads: the threads are then not bound.
+    `cpus` is empty if none were chosen, for example because a person has set the number of threads.
     """
 
     cpus: str = ""
@@ -70,25 +70,25 @@ class Binding:
         return self.cpus != self.usable
 
     def facts(self) -> dict[str, str]:
-        """Facts for the tracker: "cpus" and "threads reason"; {} if the threads are not bound."""
+        """Facts for the tracker: "cpus" and "threads reason"; {} if `cpus` is empty."""
         return {"cpus": self.cpus, "threads reason": self.reason} if self.cpus else {}
 
     def saved(self) -> dict[str, Any]:
-        """Values for a checkpoint: cpus, and if the threads are bound also usable_cpus and cores."""
+        """Values for a checkpoint: cpus, and unless that is empty also usable_cpus and cores."""
         return {"cpus": self.cpus, **(self.host() if self.cpus else {})}
 
     def host(self) -> dict[str, Any]:
-        """The processors of the host as JSON values: usable_cpus (list format) and cores (a number).
+        """The usable processors as JSON values: usable_cpus (in list format) and cores (a number).
 
-        If one of them changes, the processors for the threads are chosen again.
+        If one of these values changes between two starts of a run, the processors are chosen again.
         """
         return {"usable_cpus": self.usable, "cores": self.cores}
 
     def changes(self, saved: Mapping[str, Any]) -> str:
         """How the processors of this host differ from those at a checkpoint, as text; "" if they are equal.
 
-        saved: the result of `Binding.saved` or `Numerics.saved` in the checkpoint. The text is also "" if the
-        threads are not bound now or were not bound at the checkpoint.
+        saved: the result of `Binding.saved` or `Numerics.saved` in the checkpoint. The text is also "" if
+        `cpus` is empty now or was empty at the checkpoint.
         """
         if not (self.cpus and saved.get("cpus")):
             return ""
@@ -133,7 +133,7 @@ class Numerics:
 
     @property
     def gemm_rate(self) -> float | None:
-        """GEMM rate of this rank in FLOP/s: that of a core times its threads. None if it was not measured."""
+        """GEMM rate of this rank in FLOP/s: the rate of a core times `threads`. None if not measured."""
         rate = self.rates.get(self.compute_dtype)
         return None if rate is None else rate * self.threads
 
@@ -185,10 +185,10 @@ class Options:
     refusals: Mapping[str, str]
 
     def shown(self) -> dict[str, str]:
-        """Texts that describe these options to the other ranks. They may differ between ranks.
+        """Texts that describe these options to the other ranks. The keys may differ between ranks.
 
-        Keys: cpu and cuda (one line about the arithmetic there; cuda only with a GPU), gpus (their number),
-        and "cpu refused" or "cuda refused" (a sentence, why that device cannot be used).
+        Keys: cpu and cuda (one line about the arithmetic on that device; cuda only with a GPU), gpus (the
+        number of GPUs), and "cpu refused" or "cuda refused" (a sentence, why that device cannot be used).
         """
         shown = {"cpu": self.cpu.describe(), "gpus": str(self.gpus)}
         if self.cuda:
@@ -211,10 +211,10 @@ class Options:
 def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_size: int) -> Options:
     """Set threads, denormals and memory of this process; returns what this process can compute on.
 
-    device, dtype, threads: the settings of these names. local_rank: of this process. local_world_size: ranks
-    on this host. Call it before any other use of torch. Denormals become 0: AdamW's moments of embedding rows
-    that no token activates decay into denormals, and a step over such state takes 50 times as long. The flag
-    belongs to a thread and is inherited by those that torch starts later.
+    device, dtype, threads: the settings of these names. local_rank: of this process. local_world_size: the
+    number of ranks on this host. Call this before any other use of torch. Denormals become 0: AdamW's moments
+    of embedding rows that no token activates decay into denormals, and a step over such state takes 50 times
+    as long. The flag for this belongs to a thread; threads that torch starts later inherit it.
     """
     keep_freed_memory()
     flushed = torch.set_flush_denormal(True)
@@ -256,10 +256,10 @@ def find_gpu(index: int) -> Gpu:
 def thread_count(asked: int, local_world_size: int) -> int:
     """The number of threads of this rank, 1 or more.
 
-    asked: the setting threads; if it is 0, OMP_NUM_THREADS decides; without that variable it is the usable
-    cores divided by `local_world_size`, the number of ranks on this host. A playbook or torchrun sets
-    OMP_NUM_THREADS from the cores of a host, without the CPU quota of the run, so its value is limited to
-    that quota here.
+    asked: the setting threads. If it is 0, OMP_NUM_THREADS decides. Without that variable, the result is the
+    number of usable cores divided by `local_world_size`, the number of ranks on this host. A playbook or
+    torchrun sets OMP_NUM_THREADS from the cores of a host, without the CPU quota of the run, so the value is
+    limited to that quota here.
     """
     return threads_set(asked) or max(1, usable_cores() // local_world_size)
 
@@ -277,11 +277,11 @@ def threads_set(asked: int) -> int:
 
 
 def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dtype, str]:
-    """(number format of GEMMs on the CPU, the reason) for a value of the setting dtype.
+    """Choose the number format of GEMMs on the CPU. Returns (number format, reason).
 
-    asked: the setting dtype. rates: {number format: GEMM rate of one core in FLOP/s}, needed for auto and
-    bfloat16. Raises ConfigError for bfloat16 on a CPU that emulates it: steps would take minutes instead of
-    seconds.
+    asked: the setting dtype; auto is bfloat16 if its rate is at least WORTHWHILE times that of float32, else
+    float32. rates: {number format: GEMM rate of one core in FLOP/s}, needed for auto and bfloat16. Raises
+    ConfigError if `asked` is bfloat16 and the CPU emulates it: steps would take minutes instead of seconds.
     """
     if asked not in ("auto", NARROW):
         return FORMATS[asked], "as asked"
@@ -300,10 +300,10 @@ def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dt
 
 
 def gpu_format(asked: str, gpu: Gpu) -> tuple[torch.dtype, str]:
-    """(number format of GEMMs on `gpu`, the reason) for a value of the setting dtype.
+    """Choose the number format of GEMMs on `gpu`. Returns (number format, reason).
 
-    asked: the setting dtype. auto is bfloat16 if the GPU has it in hardware, else float32. Raises ConfigError
-    for bfloat16 on a GPU that emulates it.
+    asked: the setting dtype; auto is bfloat16 if the GPU has it in hardware, else float32. Raises ConfigError
+    if `asked` is bfloat16 and the GPU emulates it.
     """
     if asked not in ("auto", NARROW):
         return FORMATS[asked], "as asked, without TF32" if asked == "float32" else "as asked"
@@ -318,10 +318,11 @@ def gpu_format(asked: str, gpu: Gpu) -> tuple[torch.dtype, str]:
 
 
 def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[str, str]:
-    """(device kind of all ranks, "cpu" or "cuda"; the reason). Every rank gets the same result.
+    """Choose the device of all ranks. Returns ("cpu" or "cuda", reason), the same on every rank.
 
-    asked: the setting device. shown: {rank as text: the result of `Options.shown` of that rank}. Raises
-    ConfigError, naming the hosts, if that device or the number format is not available there.
+    asked: the setting device; auto is cuda if every rank has a GPU, else cpu. shown: {rank as text: the
+    result of `Options.shown` on that rank}. Raises ConfigError if `asked` is cuda and a rank has no GPU, or
+    if a rank cannot use the number format on the chosen device.
     """
     counts = {who: int(fields.get("gpus", 0)) for who, fields in shown.items() if "cuda" not in fields}
     lacking = {
@@ -348,13 +349,15 @@ def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[s
 
 
 def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int = 0) -> Numerics:
-    """`numerics` with the compute format and threads of a checkpoint, so that a run resumes bitwise.
+    """Restore the compute format and threads of a checkpoint, so that a resumed run is bitwise the same.
 
-    Sets torch's number of threads and binds the threads to the same processors. saved: the result of
-    `Numerics.saved` in the checkpoint. threads: the setting threads; 0: not set.
-    Nothing is restored if the device is another one. The format bfloat16 is not restored if this host
-    emulates it. The threads are not restored if `threads` or OMP_NUM_THREADS sets them now, if they were set
-    at the checkpoint and are not now, or if the usable processors have changed.
+    Returns `numerics` with these values. Sets torch's number of threads and binds the threads to the
+    processors of the checkpoint. saved: the result of `Numerics.saved` in the checkpoint. threads: the
+    setting threads; 0: not set.
+    Nothing is restored if the checkpoint is of another device (cpu or cuda). The format bfloat16 is not
+    restored if this host emulates it. The threads are not restored if `threads` or OMP_NUM_THREADS sets their
+    number now, if their number was set at the checkpoint and is not set now, or if the usable processors have
+    changed.
     """
     if saved.get("device") != numerics.device.type or saved.get("compute_dtype") not in FORMATS:
         return numerics

@@ -45,8 +45,8 @@ def pin(cpus: Iterable[int], threads: int = 0) -> None:
 def pinned(cpus: Iterable[int]) -> Iterator[None]:
     """Context in which all threads of this process run on the logical processors `cpus`.
 
-    torch has one thread for each processor in it. At its end the threads are bound as before, and torch has
-    its former number of threads.
+    Within the context, torch has one thread for each of these processors. At the end of the context, the
+    threads are bound as before, and torch has its former number of threads.
     """
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     pin(cpus)

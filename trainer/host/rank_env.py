@@ -24,7 +24,7 @@ class RankEnv:
         that was added to an active elastic run has a rank from world_size on.
     local_rank, local_world_size: the same among the ranks of this host.
     host: name of this host.
-    master_addr, master_port: address and port of the rendezvous store; "" and 0 with one rank.
+    master_addr, master_port: address and port of the rendezvous store; "" and 0 if there is only one rank.
     attempt: torchrun's restart count.
     agent_store: whether the agent of torchrun owns the rendezvous store; if not, rank 0 does.
     addresses: IP addresses of all hosts of an elastic run, in rank order at launch.
@@ -46,9 +46,10 @@ class RankEnv:
 
     @classmethod
     def from_environment(cls) -> RankEnv:
-        """Read the variables that torchrun sets; without RANK there is one rank.
+        """Read the variables that torchrun sets, and NANOFLEET_RANKS of an elastic run.
 
-        Raises ConfigError if a variable is missing or invalid, or if they contradict each other.
+        If neither RANK nor NANOFLEET_RANKS is set, there is one rank. Raises ConfigError if a variable is
+        missing or invalid, or if variables contradict each other.
         """
         host = os.environ.get("NANOFLEET_HOST") or socket.gethostname()
         if FLEET in os.environ:
@@ -96,7 +97,7 @@ class RankEnv:
 
     @property
     def launch_rank(self) -> int:
-        """The rank that this process had at launch. It stays when another host becomes the coordinator."""
+        """The rank of this process at launch. It does not change when another host becomes coordinator."""
         return self.rank if self.is_added else (self.rank + self.first_host) % self.world_size
 
     @property
@@ -107,8 +108,9 @@ class RankEnv:
     def coordinated_by(self, host: int, port: int) -> RankEnv:
         """The environment of this process after the host with the index `host` has become the coordinator.
 
-        host: index in `addresses`; its rank becomes 0, and the ranks of the next hosts follow. port: of the
-        rendezvous store on that host; 0 if this process opens it. Each host has one rank.
+        host: index in `addresses`. The rank of that host becomes 0, and the ranks of the next hosts follow.
+        port: port of the rendezvous store on that host; 0 if this process opens the store. Each host has one
+        rank.
         """
         return replace(
             self,
@@ -120,9 +122,10 @@ class RankEnv:
 
     @staticmethod
     def micro_batch(default: int) -> int:
-        """Sequences in a micro-batch on this host: NANOFLEET_DEVICE_BATCH_SIZE if it is set, else `default`.
+        """The number of sequences in a micro-batch on this host.
 
-        Raises ConfigError if the variable is not a whole number from 1.
+        It is NANOFLEET_DEVICE_BATCH_SIZE if that variable is set, else `default`. Raises ConfigError if it is
+        not a whole number from 1.
         """
         rows = _number(MICRO_BATCH, default)
         if rows < 1:

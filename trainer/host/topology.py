@@ -32,7 +32,7 @@ EFFICIENCY_BELOW = 0.85
 class Cpu:
     """A logical processor.
 
-    number: the kernel's number of it. core: (socket, core id) of its physical core, equal for SMT siblings.
+    number: its number in the kernel. core: (socket, core id) of its physical core, equal for SMT siblings.
     node: its NUMA node. is_efficient: whether it is on an efficiency core.
     """
 
@@ -62,16 +62,17 @@ class Candidate:
 class Topology:
     """The logical processors that this process may use.
 
-    cpus: in the order of their numbers. nodes: {NUMA node: numbers of its processors}.
+    cpus: the processors, in the order of their numbers. nodes: {NUMA node: numbers of its processors}.
     """
 
     cpus: tuple[Cpu, ...]
     nodes: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def candidates(self) -> list[Candidate]:
-        """The sets of logical CPUs to measure, without duplicates: all, physical cores, one kind, one node.
+        """The sets of logical processors to measure, without duplicates, the smallest first.
 
-        The smallest set comes first. A CPU quota limits the size of each.
+        They are: all processors; one processor of each physical core; the performance cores, with and without
+        SMT; the cores of one socket; the cores of one NUMA node. A CPU quota limits the size of each set.
         """
         performance = [cpu for cpu in self.cpus if not cpu.is_efficient]
         sets = [("all logical CPUs", self.cpus), ("all physical cores", first_siblings(self.cpus))]
@@ -119,7 +120,7 @@ def first_siblings(cpus: Iterable[Cpu]) -> list[Cpu]:
 
 
 def largest(groups: Iterable[list[Cpu]]) -> list[Cpu]:
-    """The group with the most processors; of equally large ones, that with the lowest number.
+    """The group with the most processors; among groups of equal size, the one with the lowest CPU number.
 
     groups: lists of processors, each in ascending order of their numbers.
     """
@@ -129,8 +130,9 @@ def largest(groups: Iterable[list[Cpu]]) -> list[Cpu]:
 def read_topology(root: Path = Path("/"), allowed: Iterable[int] | None = None) -> Topology:
     """Read the topology under `root`, the root of the file system.
 
-    `allowed`: the processors that this process may use; by default its CPU affinity. What the kernel does not
-    show (an emulator, WSL1, a container without /sys, another system) counts as one core per processor.
+    allowed: numbers of the processors that this process may use; by default its CPU affinity. If the kernel
+    does not show the topology (in an emulator, WSL1, a container without /sys, on another system), each
+    processor counts as a core of its own.
     """
     if allowed is None:
         have = hasattr(os, "sched_getaffinity")
@@ -161,7 +163,7 @@ def read_topology(root: Path = Path("/"), allowed: Iterable[int] | None = None) 
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The numbers in the kernel's list format, such as "0-3,8"; of an invalid text, none."""
+    """The numbers in `text`, which has the kernel's list format, such as "0-3,8"; none if it is invalid."""
     numbers: set[int] = set()
     try:
         for part in filter(None, text.strip().split(",")):

@@ -1,1 +1,1 @@
-"""Checkpoints, tokenizers and data directories to and from upstream nanochat, as its own files."""
+"""Export of checkpoints in nanochat's file formats, and import of its checkpoints, tokenizers and shards."""

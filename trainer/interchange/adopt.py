@@ -28,8 +28,9 @@ from trainer.interchange.weights import check_fits, read_state_dict, to_float32
 class Adopted:
     """An imported checkpoint.
 
-    path: of the written checkpoint. config: settings of its run. unchanged: whether the run directory had the
-    same checkpoint already. note: on tensors that were converted, or "".
+    path: the directory of the written checkpoint. config: settings of the run that resumes from it.
+    unchanged: whether the run directory had the same checkpoint already. note: which tensors were converted
+    to float32; "" for none.
     """
 
     path: Path
@@ -41,8 +42,9 @@ class Adopted:
 def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: bool = False) -> Adopted:
     """Write the nanochat checkpoint `pair` to `run_dir`, where a run resumes from it.
 
-    tokenizer: of nanochat. restart: whether its step becomes 0. Raises ConfigError if the checkpoint is
-    damaged or does not fit the tokenizer, or if the run has other checkpoints.
+    tokenizer: tokenizer of the model. restart: whether the written checkpoint has step 0 instead of the step
+    of `pair`. Raises ConfigError if the nanochat checkpoint is damaged or does not fit the tokenizer, or if
+    `run_dir` has other checkpoints.
     """
     description = read_meta(pair.meta)
     model = model_config(description, pair.meta)

@@ -73,7 +73,10 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Run the subcommand `export`; returns the exit code 0. Raises ConfigError or DataError."""
+    """Run the subcommand `export`; returns the exit code 0. args: the parsed options.
+
+    Raises ConfigError or DataError if the checkpoint cannot be read or its files cannot be written.
+    """
     from trainer.interchange.export import export
 
     try:
@@ -96,7 +99,10 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Run the subcommand `import`; returns the exit code 0. Raises ConfigError or DataError."""
+    """Run the subcommand `import`; returns the exit code 0. args: the parsed options.
+
+    Raises ConfigError or DataError if nanochat's files cannot be imported or the target has other files.
+    """
     if not (args.data_dir or args.run_dir):
         raise ConfigError(
             "There is no target: give --data-dir DIR for tokenizer and shards, or --run-dir DIR for a "

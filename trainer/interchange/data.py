@@ -13,14 +13,15 @@ from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 
 def has_shards(path: Path) -> bool:
-    """Whether `path` is a base directory with shards, or a folder of them."""
+    """Whether `path` is a nanochat base directory with shards, or a folder of shards."""
     return any(any(folder.glob("*.parquet")) for folder in (path, *(path / name for name in BASE_FOLDERS)))
 
 
 def adopt_shards(base: Path, tokenizer: Tokenizer, data_dir: Path) -> Prepared:
-    """Make the data directory `data_dir` from the unchanged shards of `base` and `tokenizer`.
+    """Make the data directory `data_dir` with `tokenizer` and the shards of `base`, which are not changed.
 
-    `base` is a nanochat base directory or a folder of shards. Raises DataError.
+    base: a nanochat base directory or a folder of shards. Raises DataError if the shards cannot be used, or
+    if `data_dir` has another tokenizer.
     """
     _check_tokenizer(tokenizer, data_dir)
     with tempfile.TemporaryDirectory() as folder:

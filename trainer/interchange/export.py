@@ -31,8 +31,8 @@ from trainer.model.gpt import GPTConfig
 class Exported:
     """The result of an export.
 
-    pair: the checkpoint in nanochat's format. written: new files. unchanged: files that were there with the
-    same content. note: on tensors that were converted, or "".
+    pair: the checkpoint in nanochat's format. written: files that were written. unchanged: files that existed
+    with the same content. note: which tensors were converted to float32; "" for none.
     """
 
     pair: Pair
@@ -42,11 +42,12 @@ class Exported:
 
 
 def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = False) -> Exported:
-    """Write the checkpoint in `step_dir` and its tokenizer to the base directory `out`: all files, or none.
+    """Write the checkpoint in `step_dir` and its tokenizer to the nanochat base directory `out`.
 
-    model_tag: folder of the model in `out`; "" for one that follows from its depth. overwrite: whether
-    existing files with another content are replaced; if not, they raise ConfigError. Files with the same
-    content are kept.
+    model_tag: name of the model's folder in `out`; "": d<number of layers>. overwrite: whether to replace
+    existing files that have other content. Raises ConfigError if there are such files and `overwrite` is
+    False, or if the checkpoint cannot be exported; then no file is written. Files with the same content are
+    kept.
     """
     meta = storage.read_meta(step_dir, storage.MODEL_FILES)
     model = GPTConfig(**meta["model_config"])

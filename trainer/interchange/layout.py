@@ -2,7 +2,7 @@
 
 BASE/base_checkpoints/d8/model_000100.pt         weights by parameter name
                         /meta_000100.json        configuration of the model
-    /chatsft_checkpoints/d8/...                  the same of a fine-tuned model
+    /chatsft_checkpoints/d8/...                  the same files of a fine-tuned model
     /tokenizer/tokenizer.pkl  token_bytes.pt     tokenizer, and the number of bytes of each token
     /base_data_climbmix/shard_00000.parquet ...  documents; base_data is the older name
 """
@@ -35,7 +35,7 @@ class Pair:
 
     @property
     def stage(self) -> str:
-        """The stage of training, by the name of the folder of models that contains `folder`."""
+        """The stage of training, base or sft, by the name of the folder that contains `folder`."""
         return SFT if self.folder.resolve().parent.name == FOLDERS[SFT] else BASE
 
     @property
@@ -50,11 +50,12 @@ class Pair:
 
 
 def find_pair(path: Path, model_tag: str = "", step: int | None = None, stage: str = BASE) -> Pair:
-    """Find a checkpoint of nanochat at `path`: a model_*.pt, a folder of them, or a base directory.
+    """Find a checkpoint of nanochat at `path`: a model_*.pt, a folder of such files, or a base directory.
 
-    stage: in a base directory, base for the base models or sft for the fine-tuned ones. model_tag: selects
-    one of these by the name of its folder; "": the deepest d<number>, as in nanochat. step: of the
-    checkpoint; None: the last one. Raises ConfigError.
+    model_tag, stage: used for a base directory only. stage: base for a base model, sft for a fine-tuned
+    model. model_tag: name of the model's folder; "": the folder d<number> with the largest number, as in
+    nanochat. step: step of the checkpoint; None: the last step. Raises ConfigError if there is no such
+    checkpoint.
     """
     if path.is_file():
         match = MODEL_FILE.fullmatch(path.name)
@@ -73,7 +74,10 @@ def find_pair(path: Path, model_tag: str = "", step: int | None = None, stage: s
 
 
 def find_tokenizer(path: Path) -> Path:
-    """The tokenizer.pkl of the base directory that is `path` or contains it. Raises ConfigError."""
+    """The path of tokenizer.pkl in the nanochat base directory that is `path` or contains `path`.
+
+    Raises ConfigError if there is no such file.
+    """
     if not path.exists():
         raise ConfigError(f"There is no file or folder {path}.")
     folder = path.resolve() if path.is_dir() else path.resolve().parent

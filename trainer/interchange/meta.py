@@ -34,9 +34,9 @@ LARGEST = 2**31
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The content of a meta file of nanochat, a dict with model_config.
+    """The content of a meta file of nanochat: a dict with the key model_config.
 
-    Raises ConfigError, naming the file.
+    Raises ConfigError, which names the file, if the file cannot be read or is not a meta file.
     """
     try:
         meta = json.loads(path.read_bytes())
@@ -52,8 +52,8 @@ def read_meta(path: Path) -> dict[str, Any]:
 def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
     """The shape of the model that a meta file of nanochat describes.
 
-    meta: content of the file; its model_config is used. path: of the file, for messages. Raises ConfigError
-    if model_config does not have exactly the fields of GPTConfig.
+    meta: content of the file; its model_config is used. path: path of the file, for messages. Raises
+    ConfigError if model_config does not have exactly the fields of GPTConfig, or has an invalid value.
     """
     values = meta["model_config"]
     fields = {field.name: type(field.default) for field in dataclasses.fields(GPTConfig)}
@@ -86,8 +86,8 @@ def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
 def run_config(model: GPTConfig, meta: Mapping[str, Any], stage: str = BASE) -> RunConfig:
     """The settings of a run of `stage` that trains `model`.
 
-    meta: content of a meta file of nanochat, of which total_batch_size and user_config (settings) are used. A
-    setting that it lacks, or that is not valid, gets its default in `stage`. Raises ConfigError if no
+    meta: content of a meta file of nanochat; its total_batch_size and user_config (settings) are used. A
+    setting that is missing or not valid there has its default in `stage`. Raises ConfigError if no
     aspect_ratio gives the width of the model.
     """
     given = meta.get("user_config")
@@ -115,7 +115,7 @@ def run_config(model: GPTConfig, meta: Mapping[str, Any], stage: str = BASE) -> 
 def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) -> dict[str, Any]:
     """The content of nanochat's meta file for a checkpoint.
 
-    meta: content of the checkpoint's meta.json. config, model: settings and model of its run. Keys of the
+    meta: content of the checkpoint's meta.json. config, model: settings and model of the run. Keys of the
     result: step, val_bpb, model_config, user_config, device_batch_size, max_seq_len, total_batch_size,
     nanofleet.
     """

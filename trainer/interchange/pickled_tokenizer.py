@@ -66,7 +66,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read(path: Path) -> Tokenizer:
-    """Read nanochat's tokenizer.pkl without executing it. Raises DataError, naming the file."""
+    """Read nanochat's tokenizer.pkl without executing code from the file.
+
+    Raises DataError, which names the file, if it cannot be read or is not a tokenizer of nanochat.
+    """
     try:
         size = path.stat().st_size
         if size > LARGEST:

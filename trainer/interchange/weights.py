@@ -18,7 +18,10 @@ NAMED = 4  # names of a list that a message includes
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a model file, by parameter name. Raises ConfigError, naming the file."""
+    """Read the tensors of a model file: {parameter name: tensor}.
+
+    Raises ConfigError, which names the file, if the file cannot be read or has anything else than tensors.
+    """
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -42,7 +45,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 def check_fits(weights: Mapping[str, Tensor], config: GPTConfig, path: Path) -> None:
     """Raise ConfigError if names or shapes of the weights differ from those of the model of `config`.
 
-    weights: {parameter name: tensor}. path: their file, for messages.
+    weights: {parameter name: tensor}. path: the file of the weights, for messages.
     """
     if config.n_layer > len(weights):
         raise ConfigError(
@@ -71,10 +74,11 @@ def check_fits(weights: Mapping[str, Tensor], config: GPTConfig, path: Path) -> 
 
 
 def to_float32(weights: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], str]:
-    """Convert weights to float32; returns ({parameter name: tensor}, a note on converted tensors or "").
+    """Convert weights to float32.
 
-    weights: {parameter name: tensor}. path: their file, for messages. Raises ConfigError for a number format
-    other than float16, bfloat16, float32 and float64.
+    weights: {parameter name: tensor}. path: the file of the weights, for messages. Returns ({parameter name:
+    tensor}, note); note names the tensors that were converted, "" for none. Raises ConfigError if a tensor
+    has a dtype other than float16, bfloat16, float32 and float64.
     """
     changed = {name: tensor.dtype for name, tensor in weights.items() if tensor.dtype != torch.float32}
     for name, dtype in changed.items():

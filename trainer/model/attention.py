@@ -1,8 +1,10 @@
 """Causal attention with windows; only visible pairs of query and key are computed.
 
-On a CPU a row is computed in blocks of queries, each with its visible keys, as GEMMs: these reach the GEMM
-rate of the processor, also in bfloat16, which torch's attention does not without AMX.
-Shapes: B rows, T tokens, H heads of E numbers, of which G share one of keys and values, N = B * H / G.
+On a CPU the attention of a row is computed as GEMMs, over blocks of queries and their visible keys. These
+GEMMs reach the processor's GEMM rate, also in bfloat16; torch's attention reaches it in bfloat16 only on
+processors with AMX.
+Shapes: B rows, T tokens, H heads of queries with E numbers each; G heads of queries share one head of keys
+and values; N = B * H / G.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, (T, 1, E / 2)
 def rotary_tables(length: int, head_dim: int) -> Rotary:
     """cos and sin of the rotary angles, each (length, 1, head_dim / 2) in float32.
 
-    They are computed in float64 and then rounded, so that all CPUs get the same bits. They are on the CPU
-    whatever the default device: torch.arange on `meta` imports torch._dynamo, which takes seconds.
+    The tables are computed in float64 and then rounded, so that all CPUs get the same bits. They are on the
+    CPU whatever the default device: torch.arange on `meta` imports torch._dynamo, which takes seconds.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
@@ -35,10 +37,10 @@ def rotary_tables(length: int, head_dim: int) -> Rotary:
 
 
 def window_mask(n_query: int, n_key: int, window: int, device: torch.device) -> Tensor | None:
-    """The mask of which keys a query sees: bool, (n_query, n_key), True where it sees the key.
+    """The attention mask: bool, (n_query, n_key), True where the query sees the key.
 
-    The queries are the last positions of the keys. window: how many keys before its own a query sees. None if
-    a plain causal mask has the same effect.
+    The queries are at the last `n_query` positions of the keys. window: the number of keys before its own
+    that a query sees. Returns None if a plain causal mask has the same effect.
     """
     if n_query == n_key and window >= n_key - 1:
         return None

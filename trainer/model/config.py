@@ -1,4 +1,4 @@
-"""The shape of a model, from which its parameters follow. Checkpoints and exports contain it."""
+"""The shape of a model: context, vocabulary, layers, heads and width. Checkpoints and exports contain it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ SMEAR_CHANNELS = 24  # the smear gate reads this many channels of the embedding
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model, from which its parameters follow.
+    """The shape of a model, which determines the shapes of its parameters.
 
-    sequence_len: tokens of context, T. vocab_size: tokens of the tokenizer.
-    n_layer: layers. n_embd: width D. n_head: attention heads. n_kv_head: heads of keys and values.
-    window_pattern: letters S (short) and L (whole context), tiled over the layers; the last layer is always
-        L.
-    Raises ValueError if a value is out of range or contradicts another one.
+    sequence_len: the number of tokens of the context, T. vocab_size: the number of tokens of the tokenizer.
+    n_layer: the number of layers. n_embd: the width D. n_head: the number of attention heads. n_kv_head: the
+        number of heads of keys and values.
+    window_pattern: the attention windows: letters S (short) and L (whole context), repeated over the layers;
+        the last layer is always L.
+    Raises ValueError if a value is out of range or contradicts another value.
     """
 
     sequence_len: int = 1024
@@ -52,9 +53,10 @@ class GPTConfig:
         n_kv_head: int = 0,
         window_pattern: str = "SSSL",
     ) -> GPTConfig:
-        """The shape of a model of `depth` layers. Width: depth * aspect_ratio, rounded up to whole heads.
+        """The shape of a model of `depth` layers.
 
-        n_kv_head 0: as many as n_head.
+        The width is depth * aspect_ratio, rounded up to a multiple of head_dim. n_kv_head: the number of
+        heads of keys and values; 0: the number of attention heads.
         """
         n_head = ceil(depth * aspect_ratio / head_dim)
         kv_heads, n_embd = n_kv_head or n_head, n_head * head_dim
@@ -62,7 +64,7 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        """The width of a head."""
+        """The width of an attention head."""
         return self.n_embd // self.n_head
 
     @property
@@ -72,7 +74,7 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """The rows of embeddings and lm_head: vocab_size, padded."""
+        """The number of rows of embeddings and lm_head: vocab_size, rounded up to a multiple of 64."""
         return ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def has_value_embedding(self, layer: int) -> bool:

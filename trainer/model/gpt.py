@@ -1,4 +1,4 @@
-"""The GPT: nanochat's architecture, its initialisation, and its counts of parameters and operations.
+"""The GPT: nanochat's architecture, its initialisation, and its counts of parameters and FLOPs.
 
     config = GPTConfig.from_depth(8, vocab_size=32768)
     model = GPT(config)
@@ -6,11 +6,11 @@
     loss = model(idx, targets)                      # scalar
     logits = model(idx)                             # (B, T, V)
     cache = KVCache(config, batch_size=1, max_len=256)
-    logits = model(idx, cache=cache)                # from then on it is given only the new tokens
-    model.compute_dtype = torch.bfloat16            # GEMMs only; weights and gradients stay
+    logits = model(idx, cache=cache)                # in later calls, pass only the new tokens
+    model.compute_dtype = torch.bfloat16            # for GEMMs; weights and gradients keep their dtype
     model.recompute = True                          # backward computes each layer again: less memory
 
-Parameter names are nanochat's, so that a state dict moves between the two in both directions.
+Parameter names are nanochat's, so that each of the two can load a state dict of the other.
 Shapes: B rows, T tokens, D = n_embd, H heads of E = head_dim, V vocabulary, L layers.
 """
 
@@ -40,29 +40,30 @@ LossReduction = Literal["mean", "sum", "none"]
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes in the dtype of its input and stores its weight in another dtype."""
+    """A linear layer without bias. It computes in the dtype of its input, not in that of its weight."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        """Nothing: GPT.init_weights() sets the weights. PyTorch's own would be overwritten."""
+        """Does nothing: GPT.init_weights() sets the weights and would overwrite PyTorch's initial values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
 
 
 class Embedding(nn.Embedding):
-    """An embedding without initial weights: PyTorch's own import torch._dynamo on the device `meta`."""
+    """An embedding without PyTorch's initialisation, which imports torch._dynamo on the device `meta`."""
 
     def reset_parameters(self) -> None:
-        """Nothing: GPT.init_weights() sets the weights."""
+        """Does nothing: GPT.init_weights() sets the weights."""
 
 
 class Attention(nn.Module):
     """Causal attention with rotary positions, normalised q and k, and a value embedding on some layers.
 
-    config: shape of the model. layer: number of the layer, from 0.
+    A value embedding is a second embedding of each token, which is added to v with a learned gate. config:
+    shape of the model. layer: number of the layer, from 0.
     """
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
@@ -81,8 +82,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """The result of the attention for x (B, T, D), in x's shape.
 
-        ve: value embeddings, (B, T, kv_dim), or None. rotary: cos and sin of the positions. window: keys
-        before its own that a query sees. cache: keys and values of earlier tokens, or None.
+        ve: value embeddings, (B, T, kv_dim), or None. rotary: cos and sin of the positions. window: the
+        number of keys before its own that a query sees. cache: keys and values of earlier tokens, or None.
         """
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (project(x).view(heads) for project in (self.c_q, self.c_k, self.c_v))
@@ -124,9 +125,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: Cache | None
     ) -> Tensor:
-        """Apply the layer to x (B, T, D); the result has x's dtype, the GEMMs that of the rotary tables.
+        """Apply the layer to x (B, T, D); returns a tensor of x's shape and dtype.
 
-        ve, rotary, window, cache: as for Attention.
+        GEMMs are computed in the dtype of `rotary`. ve, rotary, window, cache: as for Attention.
         """
         compute_dtype = rotary[0].dtype
         x = x + self.attn(rms(x).to(compute_dtype), ve, rotary, window, cache)
@@ -136,7 +137,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The whole model. Its weights are undefined until `init_weights()` or `load_state_dict()`.
 
-    config: its shape. cos, sin: tables of the rotary angles, (positions, 1, head_dim / 2).
+    config: the shape of the model. cos, sin: tables of the rotary angles, (positions, 1, head_dim / 2).
     """
 
     cos: Tensor
@@ -167,7 +168,7 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Initialise every parameter, in the order of `named_parameters()`.
 
-        generator: of the draws; None: torch's.
+        generator: the source of the random numbers; None: torch's default generator.
         """
         s = sqrt(3 / self.config.n_embd)  # uniform(-s, s) has the standard deviation 1 / sqrt(D)
         for name, p in self.named_parameters():
@@ -205,11 +206,11 @@ class GPT(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of GEMMs and their inputs; without an assignment it is the dtype of the weights.
+        """The dtype of GEMMs and their inputs. If it is not assigned, it is the dtype of the weights.
 
         The residual stream and norms keep the dtype of the weights. That costs no time and preserves the
-        gradients of the scalars: while some weights are still near zero, these gradients are so small that
-        bfloat16 leaves only rounding noise, which AdamW would scale up to whole steps.
+        gradients of the scalar parameters: while some weights are still near zero, these gradients are so
+        small that bfloat16 leaves only rounding noise, which AdamW would scale up to whole steps.
         """
         return self._compute_dtype or self.resid_lambdas.dtype
 
@@ -225,12 +226,13 @@ class GPT(nn.Module):
         cache: Cache | None = None,
         last_only: bool = False,
     ) -> Tensor:
-        """Logits of the tokens idx (B, T); with targets (B, T), cross-entropy in nats. Target -1 is ignored.
+        """Return the logits of the tokens idx (B, T), or their cross-entropy in nats if targets are given.
 
-        Logits are (B, T, V) in float32 or better. loss_reduction selects the mean or sum of the losses, a
-        scalar, or "none": all losses, (B * T,), without gradients. With a cache, idx continues the sequences
-        in it. last_only: logits of the last token alone, (B, 1, V). Raises ValueError for more than
-        sequence_len tokens, those in the cache included.
+        Logits are (B, T, V) in float32 or better. targets: token ids, (B, T); -1 is ignored. loss_reduction:
+        "mean" or "sum" of the losses, a scalar; "none": the loss of each token, (B * T,), without gradients.
+        cache: keys and values of the earlier tokens of the sequences that idx continues. last_only: return
+        the logits of the last token only, (B, 1, V). Raises ValueError if earlier and new tokens together are
+        more than sequence_len, or more than the cache can hold.
         """
         x_BTD = self._body(idx, cache)
         weight, vocab_size = self.lm_head.weight, self.config.vocab_size
@@ -258,9 +260,10 @@ class GPT(nn.Module):
 
     @contextmanager
     def longer_context(self, tokens: int) -> Iterator[None]:
-        """Context in which `tokens` tokens fit, if that is more than sequence_len.
+        """While active, the model accepts sequences of `tokens` tokens, if that is more than sequence_len.
 
-        Rotary positions continue past those of the training; attention windows stay as they are.
+        A context manager. Rotary positions continue past those of the training; attention windows stay as
+        they are.
         """
         before = self.cos, self.sin
         if tokens > self.config.sequence_len:
@@ -324,7 +327,7 @@ class GPT(nn.Module):
         return y
 
     def param_counts(self) -> dict[str, int]:
-        """The number of parameters by group. Rows that pad the vocabulary count.
+        """The number of parameters by group. Rows that pad the vocabulary are included.
 
         Keys: wte, value_embeds, lm_head, transformer_matrices, scalars (the smear gate included) and total.
         """
@@ -343,9 +346,9 @@ class GPT(nn.Module):
 
 
 def scaling_params(config: GPTConfig) -> int:
-    """The number of parameters of the transformer matrices and lm_head, without allocating them.
+    """The number of parameters of the transformer matrices and lm_head. No parameter is allocated.
 
-    Batch size, steps and rates of a run are derived from it (trainer.optim.lr_schedule).
+    Batch size, steps and rates of a run are derived from this number (trainer.optim.lr_schedule).
     """
     with torch.device("meta"):
         counts = GPT(config).param_counts()

@@ -1,4 +1,6 @@
-"""Keys and values of earlier tokens, for generation: of one batch, or of rows of different lengths.
+"""Caches of the keys and values of earlier tokens, for generation.
+
+KVCache is for a batch of rows of equal length, KVCacheRows for rows of different lengths.
 
 Shapes: L layers, B rows, T tokens, H heads of E numbers, D = n_embd.
 """
@@ -17,11 +19,12 @@ from trainer.model.config import GPTConfig
 class KVCache:
     """Keys and values of earlier tokens, so that generating a token does not recompute them.
 
-    config: shape of the model. batch_size: rows B. max_len: the most tokens of a row.
-    dtype: the model's compute_dtype. device: of the tensors.
-    k_LBHTE, v_LBHTE: keys and values, (L, B, H, max_len, E). length: tokens of each row so far.
+    config: shape of the model. batch_size: the number of rows, B. max_len: the maximum length of a row in
+        tokens.
+    dtype: the model's compute_dtype. device: the device of the tensors.
+    k_LBHTE, v_LBHTE: keys and values, (L, B, H, max_len, E). length: the number of tokens of each row so far.
     last_B1D: embedding of the last token, (B, 1, D).
-    Pass it to `GPT.forward`, which fills it, under `torch.no_grad()`.
+    Pass the cache to `GPT.forward`, which fills it, under `torch.no_grad()`.
     """
 
     def __init__(
@@ -41,14 +44,15 @@ class KVCache:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each row that the cache holds."""
+        """For each row, the number of tokens that the cache holds."""
         return [self.length] * self.last_B1D.size(0)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
-        """Append the keys and values of new tokens in one layer, and attend to them and to the earlier ones.
+        """Append the keys and values of new tokens in one layer, and attend to these and earlier ones.
 
-        layer: its number. q, k, v: (B, heads, new tokens, E). window: keys before its own that a query sees.
-        grouped: whether there are fewer heads of keys than of queries. Returns a tensor of q's shape.
+        layer: the number of the layer, from 0. q, k, v: (B, heads, new tokens, E). window: the number of keys
+        before its own that a query sees. grouped: whether there are fewer heads of keys than of queries.
+        Returns a tensor of q's shape.
         """
         end = self.length + k.size(2)
         self.k_LBHTE[layer, :, :, self.length : end] = k
@@ -59,15 +63,15 @@ class KVCache:
     def advance(self, last_B1D: Tensor, count: int) -> None:
         """Count new tokens as part of the cache, after all layers have attended to them.
 
-        count: the number of new tokens of each row. last_B1D: the embedding of the last one, (B, 1, D), which
-        the model adds to that of the next token (smear).
+        count: the number of new tokens of each row. last_B1D: the embedding of the last new token, (B, 1, D).
+        The model adds it, weighted by a learned gate (smear), to the embedding of the next token.
         """
         self.last_B1D = last_B1D
         self.length += count
 
 
 class KVCacheRows:
-    """Caches of one row each, of different lengths, that decode together: row i of the batch is caches[i]."""
+    """Combines caches of one row each, with different lengths, into one batch: row i has caches[i]."""
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
         self.caches = caches

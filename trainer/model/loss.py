@@ -4,10 +4,10 @@
     loss = summed_loss(x_ND, weight_VD, targets_N, vocab_size)             # their sum, with gradients
 
 On a CPU a block of logits has M tokens and W entries of the vocabulary and stays in the processor's caches.
-The softmax needs no maximum, since logits are capped, so the exponentials of all blocks are summed and
-divided at the end. The backward pass needs one number per token and vocabulary entry, for M tokens: 134 MB in
-float32 at 32,768 entries. The GEMMs are nearly square. At 2,048 tokens of depth 8 this takes 1.4 s on two
-cores; blocks of 128 tokens and the whole vocabulary took 1.8 s.
+Since logits are capped, the softmax needs no maximum: the exponentials of all blocks are summed, and the
+division follows at the end. For the gradients, one number per token and vocabulary entry is kept, for M
+tokens at a time: 134 MB in float32 at 32,768 entries. The GEMMs are nearly square. At 2,048 tokens of depth 8
+this takes 1.4 s on two cores; blocks of 128 tokens and the whole vocabulary took 1.8 s.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ BLOCK = {"cpu": (1024, 1024), "cuda": (4096, 1 << 20)}
 def token_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size: int) -> Tensor:
     """Cross-entropy of each target in nats, (N,), in float32 or better; 0 for target -1. No gradients.
 
-    x_ND: the input of lm_head. weight_VD: the weight of lm_head. vocab_size: the number of rows of the weight
-    that are tokens; the rows after them only pad it.
+    x_ND: the input of lm_head. weight_VD: the weight of lm_head. targets_N: token ids. vocab_size: the number
+    of rows of the weight that stand for tokens; the rows after these are padding.
     """
     with torch.no_grad():
         weight = weight_VD[:vocab_size].to(x_ND.dtype)
@@ -44,7 +44,7 @@ def token_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size:
 def summed_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size: int) -> Tensor:
     """The sum of the losses of all targets in nats, a scalar. Arguments: those of `token_losses`.
 
-    It has gradients for x_ND and weight_VD. `backward` may run only once.
+    The loss has gradients for x_ND and weight_VD. `backward` may run only once.
     """
     if not (torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)):
         return token_losses(x_ND, weight_VD, targets_N, vocab_size).sum()

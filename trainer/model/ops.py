@@ -1,7 +1,7 @@
 """Elementwise operations between the GEMMs, each with its own gradient.
 
-GEMMs are bound by the core, these operations by memory. Each takes few passes over memory, forward and
-backward, where autograd would take one for every operation.
+GEMMs are limited by arithmetic, these operations by memory bandwidth. Each takes few passes over memory,
+forward and backward, where autograd would take one pass for every elementary operation.
 Shapes: any number of axes before the last, which has D numbers; heads are (B, T, H, E).
 """
 
@@ -26,10 +26,11 @@ def rms(x: Tensor) -> Tensor:
 
 
 def rotate_rms(x_BTHE: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-    """Rotate the pairs (i, i + E / 2) of each head by the angles of the position; then scale * rms(rotated).
+    """Apply rotary positions to each head, then RMS normalisation and the factor `scale`.
 
-    The result has x's shape. cos and sin have the shape (T, 1, E / 2), or (B, T, 1, E / 2) for rows at
-    different positions.
+    The pairs of elements (i, i + E / 2) of a head are rotated by the angles of its position. The result is
+    scale * rms(rotated), in x's shape. cos and sin have the shape (T, 1, E / 2), or (B, T, 1, E / 2) for rows
+    at different positions.
     """
     y: Tensor = _RotateRMS.apply(x_BTHE, cos, sin, scale)
     return y

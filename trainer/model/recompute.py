@@ -1,4 +1,4 @@
-"""A layer whose activations are not kept: backward computes the layer again.
+"""Activation checkpointing: the activations of a layer are not kept, and backward computes the layer again.
 
 torch.utils.checkpoint does the same, but imports torch's compiler, which takes 0.2 GB.
 """
@@ -15,10 +15,11 @@ Layer = Callable[[Tensor, Tensor], Tensor]
 
 
 def recomputed(layer: Layer, x0: Tensor, x: Tensor) -> Tensor:
-    """The result of layer(x0, x), of which only x0 and x are kept for backward; the gradients are the same.
+    """The result of layer(x0, x), computed so that only x0 and x are kept for backward.
 
-    At least one of x0 and x must require a gradient. Parameters of the layer get theirs in backward, so
-    torch.autograd.grad does not work with it.
+    The gradients are those of a plain call. At least one of x0 and x must require a gradient. The gradients
+    of the layer's parameters are added to their `grad` by backward(); torch.autograd.grad does not return
+    them.
     """
     y: Tensor = _Recomputed.apply(layer, x0, x)
     return y

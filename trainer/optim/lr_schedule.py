@@ -31,18 +31,19 @@ class BatchScales(NamedTuple):
 
 
 def batch_scales(total_batch_size: int, scaling_params: int, reference_params: int) -> BatchScales:
-    """The factors for a batch of `total_batch_size` tokens: learning rates grow with its square root.
+    """The factors for a batch of `total_batch_size` tokens.
 
     scaling_params, reference_params: number of scaling parameters of this model and of the reference model.
-    Muon's weight decay has the same factor, and falls with the number of tokens of the whole run (arXiv
-    2405.13698), which is taken as proportional to the scaling parameters.
+    Learning rates grow with the square root of the batch size. Muon's weight decay has the same factor, and
+    is divided by the number of tokens of the whole run (arXiv 2405.13698), relative to that of the reference
+    model. This number is taken as proportional to the scaling parameters.
     """
     lr = sqrt(total_batch_size / REFERENCE_BATCH_SIZE)
     return BatchScales(lr=lr, weight_decay=lr * reference_params / scaling_params)
 
 
 def auto_batch_size(scaling_params: int, reference_params: int) -> int:
-    """Tokens per step if total_batch_size is auto: the power of two nearest to the best batch of the model.
+    """The tokens of a step if total_batch_size is auto: the power of two nearest to the model's best batch.
 
     scaling_params, reference_params: number of scaling parameters of this model and of the reference model.
     The best batch grows with the number of tokens of the whole run (arXiv 2505.13738). Runs of both models
@@ -55,8 +56,8 @@ def auto_batch_size(scaling_params: int, reference_params: int) -> int:
 def steps_for_ratio(target_param_data_ratio: float, scaling_params: int, total_batch_size: int) -> int:
     """The number of steps, 1 or more, of a run whose length is set by target_param_data_ratio.
 
-    target_param_data_ratio: tokens of the run for each scaling parameter. scaling_params: their number.
-    total_batch_size: tokens of a step.
+    target_param_data_ratio: the number of tokens of the run for each scaling parameter. scaling_params: the
+    number of scaling parameters. total_batch_size: the number of tokens of a step.
     """
     return max(1, int(target_param_data_ratio * scaling_params) // total_batch_size)
 
@@ -70,10 +71,10 @@ def lr_multiplier(
 ) -> float:
     """The factor of every learning rate at `step`, counted from 0: rises to 1, stays at 1, falls at the end.
 
-    num_iterations: steps of the run.
-    warmup_steps: steps at the start in which the factor rises linearly to 1.
-    warmdown_ratio: share of the steps, at the end of the run, in which the factor falls linearly.
-    final_lr_frac: the factor at the last step.
+    num_iterations: the number of steps of the run.
+    warmup_steps: the number of steps at the start in which the factor rises linearly to 1.
+    warmdown_ratio: the share of the steps, at the end of the run, in which the factor falls linearly.
+    final_lr_frac: the factor at the end of the fall, at step `num_iterations`, one after the last step.
     In a run so short that rise and fall overlap, the rise takes precedence.
     """
     if step < warmup_steps:
@@ -89,7 +90,7 @@ def describe_extension(
     warmdown_ratio: float = 0.65,
     final_lr_frac: float = 0.05,
 ) -> str:
-    """The sentence on the learning rates of a run that is extended from `before` to `now` steps.
+    """A sentence on how the learning rates change if a run is extended from `before` to `now` steps.
 
     step: the number of completed steps. warmup_steps, warmdown_ratio, final_lr_frac: see `lr_multiplier`.
     """
@@ -115,8 +116,8 @@ def describe_extension(
 def muon_momentum(step: int, num_iterations: int, warmdown_ratio: float = 0.65) -> float:
     """Muon's momentum at `step`, counted from 0, of a run of `num_iterations` steps.
 
-    It rises from 0.85 to 0.97 in 400 steps and stays there. In the steps at the end in which the learning
-    rates fall (the share `warmdown_ratio` of all steps), it falls to 0.90.
+    The momentum rises from 0.85 to 0.97 in 400 steps and stays there. In the steps at the end in which the
+    learning rates fall (the share `warmdown_ratio` of all steps), it falls to 0.90.
     """
     if step < MOMENTUM_WARMUP_STEPS:
         return MOMENTUM_START + (MOMENTUM_PEAK - MOMENTUM_START) * step / MOMENTUM_WARMUP_STEPS

@@ -7,9 +7,9 @@
     optimizer.step_adamw()              # elementwise and fused: the same bits on every CPU
     optimizer.step_muon(owned)          # GEMMs, on the owner rank only, which broadcasts the result
 
-Different CPUs round GEMMs differently, and so does one CPU for a batch of matrices. Each matrix is therefore
-stepped by itself, as a function of its gradient, value and state only: the result does not depend on the
-other matrices of its owner rank.
+Different CPUs round GEMMs differently, and one CPU rounds a batch of matrices differently from a single
+matrix. Each matrix is therefore updated by itself, from its gradient, value and state only: the result does
+not depend on the other matrices of its owner rank.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ ParameterState = dict[str, Tensor]
 
 
 class MuonMatrix(NamedTuple):
-    """A matrix that Muon steps.
+    """A matrix that Muon updates.
 
-    name: of the parameter. parameter: the matrix, (rows, cols). flops: FLOPs of its update, by which matrices
-    are assigned to owner ranks.
+    name: the name of the parameter. parameter: the matrix, (rows, cols). flops: the FLOPs of an update of the
+    matrix; matrices are assigned to owner ranks by this number.
     """
 
     name: str
@@ -86,9 +86,11 @@ def _polar_express_of_gram(A: Tensor) -> Tensor:
 
 
 def goes_by_gram(rows: int, cols: int, dtype: torch.dtype) -> bool:
-    """Whether polar_express uses the Gram matrix: if that saves FLOPs and the dtype is float32 or float64.
+    """Whether `polar_express` uses the Gram matrix.
 
-    A narrower dtype is not precise enough, as the Gram matrix squares the condition number.
+    True if one side is at least GRAM_FROM times the other side, so that this saves FLOPs, and the dtype is
+    float32 or float64. A narrower dtype is not precise enough, as the Gram matrix squares the condition
+    number.
     """
     return max(rows, cols) >= GRAM_FROM * min(rows, cols) and dtype in (torch.float32, torch.float64)
 
@@ -102,9 +104,10 @@ def polar_express_flops(rows: int, cols: int, dtype: torch.dtype = torch.float32
 
 
 def orthogonalize(G: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
-    """A near-orthogonal matrix in G's direction, of Frobenius norm sqrt(min(rows, cols)); zero stays zero.
+    """A near-orthogonal matrix in G's direction, with the Frobenius norm sqrt(min(rows, cols)).
 
-    GEMMs are computed in `compute_dtype`, by default G's dtype; norms and the result have G's dtype.
+    If G is zero, the result is zero. GEMMs are computed in `compute_dtype`, by default G's dtype; norms and
+    the result have G's dtype.
     """
     rows, cols = G.shape
     row_norms = G.norm(dim=1, keepdim=True).clamp_min(1e-6)
@@ -131,15 +134,15 @@ def reduce_variance(X: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
 class MuonAdamW:
     """Muon and AdamW over one list of parameter groups, the attribute `param_groups`.
 
-    groups: dicts with the keys
-    kind: "adamw" or "muon".
-    params: list of the parameters; in a group of Muon they are matrices of one shape.
-    lr, initial_lr, weight_decay: the present rates, and the learning rate before its schedule.
-    betas, eps: in groups of AdamW.
-    momentum, beta2, initial_weight_decay: in groups of Muon.
-    names: {parameter name: parameter}; `state_dict` uses these names. Weights and state keep their dtype. The
-    attribute `compute_dtype`, if set, is the dtype of Muon's GEMMs only, so that only the results of an owner
-    rank depend on it.
+    groups: dicts with these keys:
+        kind: "adamw" or "muon".
+        params: list of the parameters; in a group of Muon they are matrices of one shape.
+        lr, weight_decay: the rates of the next step. initial_lr: the learning rate before the schedule.
+        betas, eps: in groups of AdamW only.
+        momentum, beta2, initial_weight_decay (the weight decay before the schedule): in groups of Muon only.
+    names: {parameter name: parameter}; `state_dict` uses these names.
+    The attribute `compute_dtype`, if set, is the dtype of Muon's GEMMs. It affects only the updates that an
+    owner rank computes; weights and state keep their dtype.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], names: Mapping[str, Parameter]) -> None:
@@ -157,7 +160,7 @@ class MuonAdamW:
     def set_schedule(self, lr_multiplier: float, momentum: float, weight_decay_multiplier: float) -> None:
         """Set the rates of the next step from the values that `build_optimizer` has set.
 
-        lr_multiplier: factor of the learning rate of each group. momentum: of Muon's groups.
+        lr_multiplier: factor of the learning rate of each group. momentum: the momentum of Muon's groups.
         weight_decay_multiplier: factor of the weight decay of Muon's groups.
         """
         for group in self.param_groups:
@@ -187,10 +190,11 @@ class MuonAdamW:
             fused_adamw(group, list[Tensor](stepped), gradients, *moments)
 
     def shard_rows(self, p: Parameter, pieces: Sequence[slice]) -> None:
-        """From now on keep AdamW's state of the parameter `p` for some rows only, the own rows of this rank.
+        """Shard AdamW's state of the parameter `p` by rows: this rank keeps the state of its own rows only.
 
-        pieces: slices of the own rows. `step_rows` updates these rows. Their state begins with zeros, and
-        `state_dict` and `load_state_dict` have the state of these rows only.
+        pieces: slices of the rows of `p`, which together are the own rows. `step_rows` updates these rows.
+        Their state begins with zeros, and `state_dict` and `load_state_dict` have the state of these rows
+        only.
         """
         [group] = [group for group in self._adamw_groups if any(p is each for each in group["params"])]
         group["params"] = [each for each in group["params"] if each is not p]
@@ -198,7 +202,7 @@ class MuonAdamW:
         self._rows[p] = RowAdamW(p, group, pieces)
 
     def step_rows(self, p: Parameter, gradients: Tensor, active: Tensor | None = None) -> None:
-        """Update the own rows of the parameter `p`, those that `shard_rows` was given.
+        """Update the own rows of the parameter `p`, which an earlier call of `shard_rows` has set.
 
         gradients: (own rows, D), in the order of the own rows. If `active` is given, `gradients` is (n, D)
         and has only the rows that `active` lists; the gradients of the other own rows are 0. active: (n,),
@@ -218,9 +222,9 @@ class MuonAdamW:
 
     @torch.no_grad()
     def muon_update(self, p: Parameter) -> Tensor:
-        """The update to subtract from matrix p, in p's shape: learning rate and weight decay are applied.
+        """The update to subtract from matrix p, in p's shape; it includes learning rate and weight decay.
 
-        Advances p's state, but does not change p or its gradient. Raises ValueError without a gradient.
+        Advances p's state, but does not change p or its gradient. Raises ValueError if p has no gradient.
         """
         if p.grad is None:
             raise ValueError("a Muon matrix was stepped without a gradient")
@@ -234,14 +238,15 @@ class MuonAdamW:
         return lr * X + (lr * group["weight_decay"]) * p * cautious
 
     def muon_parameters(self) -> list[MuonMatrix]:
-        """All matrices that Muon steps, in the order of the model, which is the same on every rank."""
+        """All matrices that Muon updates, in the order of the model, which is the same on every rank."""
         matrices = ((name, p) for name, p in self._names.items() if p in self._muon_group_of)
         return [MuonMatrix(name, p, polar_express_flops(*p.shape)) for name, p in matrices]
 
     def muon_state(self, p: Parameter) -> ParameterState:
         """The state of matrix p, not a copy: `momentum` (rows, cols), `second_moment` (rows, 1) or (1, cols).
 
-        The tensors are zeros if this process has not stepped p: the owner rank's state can be copied there.
+        The tensors are zeros if this process has neither updated p nor loaded its state. The owner rank's
+        state can be copied into them.
         """
         if p not in self._muon_state:
             self._muon_state[p] = self._fresh_state(p)
@@ -252,11 +257,11 @@ class MuonAdamW:
         return {name: p.shape for name, p in self._names.items()}
 
     def state_dict(self) -> dict[str, ParameterState]:
-        """The optimizer state of all parameters that this process has stepped: {parameter name: tensors}.
+        """The optimizer state that this process holds: {parameter name: {tensor name: tensor}}.
 
-        The tensors of a parameter are a dict by name, and no copies. Of AdamW: step (), exp_avg and
-        exp_avg_sq, in the shape of the parameter or of its own rows. Of Muon: see `muon_state`. Rates are not
-        included: they follow from the run's configuration and the step.
+        Parameters without state are left out. The tensors are not copies. For AdamW they are step, a scalar,
+        and exp_avg and exp_avg_sq, in the shape of the parameter or of its own rows. For Muon see
+        `muon_state`. Rates are not included: they follow from the run's configuration and the step.
         """
         rows = {p: rows.state for p, rows in self._rows.items() if rows.state["step"]}
         state_of = self._adamw_state | self._muon_state | rows
@@ -266,9 +271,10 @@ class MuonAdamW:
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replace the whole optimizer state by a copy of `state_dict`, which has the form of `state_dict()`.
 
-        Any number of ranks may have saved it. A parameter that is missing starts from zero: an owner rank
-        needs only the state of its own matrices. Of a parameter that is sharded by rows, it has the state of
-        this rank's rows. Raises ValueError for a parameter or shape that this model does not have.
+        Any number of ranks may have saved `state_dict`. The state of a parameter that is missing in it starts
+        from zero: an owner rank needs only the state of its own matrices. For a parameter that is sharded by
+        rows, `state_dict` has the state of this rank's own rows. Raises ValueError if `state_dict` has a
+        parameter or a shape that this model does not have.
         """
         loaded: dict[Parameter, ParameterState] = {}
         for name, saved in state_dict.items():
@@ -303,11 +309,12 @@ def build_optimizer(
     scalar_lr: float,
     weight_decay: float,
 ) -> MuonAdamW:
-    """Create the optimizer of a GPT. The caller has scaled rates and Muon's weight decay for the batch.
+    """Create the optimizer of a GPT.
 
-    unembedding_lr: of lm_head. embedding_lr: of the embeddings. matrix_lr, weight_decay: of Muon. scalar_lr:
-    of the per-layer scalars. The rates of embeddings and lm_head are scaled here for the width of the model.
-    Raises ValueError for a parameter that is not of a GPT.
+    unembedding_lr: the learning rate of lm_head. embedding_lr: the base rate of the embeddings. matrix_lr,
+    weight_decay: the rates of Muon. scalar_lr: the base rate of the per-layer scalars. The caller scales
+    these rates for the batch size; this function scales those of embeddings and lm_head for the width of the
+    model. Raises ValueError if `model` has a parameter that a GPT does not have.
     """
     names = dict(model.named_parameters())
     width = width_scale(names["transformer.wte.weight"].size(1))

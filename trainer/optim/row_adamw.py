@@ -1,8 +1,8 @@
-"""AdamW for some rows of a parameter: the rows whose optimizer state this rank holds.
+"""AdamW for some rows of a parameter: the "own rows", whose optimizer state this rank holds.
 
     rows = RowAdamW(table, group, [slice(0, 64), slice(128, 192)])
     rows.step(gradients)                   # (own rows, D)
-    rows.step_active(active, gradients)    # gradients of the rows `active` only; those of the others are 0
+    rows.step_active(active, gradients)    # gradients of the rows `active`; those of all other rows are 0
 
 The moments have one row for each own row, in the order of the slices. AdamW is elementwise, and the slices
 start and end at multiples of a processor's vector length: each element gets the same bits as in a step of the
@@ -23,9 +23,10 @@ STEPPED_ROWS = 2048  # by step_active at a time: the dense gradient of so many r
 
 
 def fresh_adamw_state(like: Tensor) -> dict[str, Tensor]:
-    """AdamW's state before the first step: {"step": (), "exp_avg": zeros, "exp_avg_sq": zeros}.
+    """AdamW's state before the first step: {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}, all tensors.
 
-    It has the form of torch's fused kernel. like: a tensor whose shape, dtype and device the moments get.
+    `step` is a float32 scalar, as torch's fused kernel needs it. like: a tensor; the moments get its shape,
+    dtype and device.
     """
     step = torch.zeros((), dtype=torch.float32, device=like.device)
     return {"step": step, "exp_avg": torch.zeros_like(like), "exp_avg_sq": torch.zeros_like(like)}
@@ -39,11 +40,11 @@ def fused_adamw(
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
 ) -> None:
-    """Step `parameters` in place with torch's fused AdamW kernel, and count up each of `steps`.
+    """Update `parameters` in place with torch's fused AdamW kernel, and add 1 to each of `steps`.
 
     group: dict with betas, lr, weight_decay and eps. gradients, exp_avgs, exp_avg_sqs: one tensor for each
-    parameter, in its shape. steps: scalars, one for each parameter. It is a function and not the class
-    torch.optim.AdamW, whose import of torch._dynamo takes 3 s and 100 MB in each rank.
+    parameter, in the shape of the parameter. steps: one scalar tensor for each parameter. The class
+    torch.optim.AdamW is not used, because it imports torch._dynamo: 3 s and 100 MB in each rank.
     """
     adamw(
         parameters,
@@ -64,11 +65,12 @@ def fused_adamw(
 
 
 class RowAdamW:
-    """Steps some rows of a parameter by AdamW: the own rows of this rank.
+    """Updates some rows of a parameter with AdamW: the own rows of this rank.
 
-    parameter: (R, D). group: dict with lr, betas, eps and weight_decay, as in torch.optim. pieces: slices of
-    the own rows. The attribute `state` is {"step": (), "exp_avg": (own rows, D), "exp_avg_sq": (own rows,
-    D)}; assign to it to resume.
+    parameter: the whole parameter, (R, D). group: dict with lr, betas, eps and weight_decay, as in
+    torch.optim. pieces: slices of the rows of the parameter, which together are the own rows. The attribute
+    `state` is a dict with the tensors step, a scalar, and exp_avg and exp_avg_sq, both (own rows, D). To
+    resume, assign the saved state to this attribute.
     """
 
     def __init__(self, parameter: Parameter, group: Mapping[str, Any], pieces: Sequence[slice]) -> None:
@@ -85,22 +87,22 @@ class RowAdamW:
         return self._starts[-1]
 
     def fresh_state(self) -> dict[str, Tensor]:
-        """The state of the own rows before their first step, in the form of `state`."""
+        """The state before the first step, in the form of the attribute `state`."""
         return fresh_adamw_state(self._parameter.new_empty(self.count, self._parameter.size(1)))
 
     @torch.no_grad()
     def step(self, gradients: Tensor) -> None:
-        """Step all own rows with their gradients (own rows, D)."""
+        """Update all own rows. gradients: (own rows, D)."""
         if self._pieces:
             self._step(range(len(self._pieces)), gradients)
         self.state["step"].add_(1)
 
     @torch.no_grad()
     def step_active(self, active: Tensor, gradients: Tensor) -> None:
-        """Step all own rows, of which only the rows `active` have gradients; those of the others are 0.
+        """Update all own rows. The gradients of the own rows that are not in `active` are 0.
 
         active: (n,), positions from 0 among the own rows, each once, ascending, on the CPU. gradients: (n,
-        D), of these rows.
+        D), the gradients of the rows in `active`.
         """
         for pieces in self._runs():
             start, end = self._starts[pieces.start], self._starts[pieces.stop]

@@ -1,1 +1,1 @@
-"""Sync mode, batch split and single faster host: measured, predicted, decided before step 0."""
+"""Measures the ranks before step 0, and chooses sync mode, batch split, or one faster host for the run."""

@@ -6,7 +6,7 @@
     balancer.propose()                             # a faster split and the reason, or None
 
 Measurements are noisy: a split changes only if that saves a tenth of a step or more. So equal hosts keep an
-equal split, and with it the bits of their losses.
+equal split, and a repeated run computes bitwise equal losses.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ ALIKE = 1.1  # speeds that differ by a smaller factor count as equal
 def split_rows(seconds_per_row: Sequence[float], rows: int) -> list[int]:
     """Rows per rank for a step of `rows` rows, so that the slowest rank takes the least time.
 
-    seconds_per_row: of each rank. The time of a rank is its rows * its seconds_per_row. Each rank gets at
-    least one row. Equal ranks get an equal split; a remainder is for the first ranks.
+    seconds_per_row: seconds that each rank takes for one row, in rank order. Each rank gets at least one row.
+    Equal ranks get an equal split; with a remainder, the first ranks get one row more. Raises ValueError if
+    there are fewer rows than ranks, or if a rank takes 0 seconds or less.
     """
     if rows < len(seconds_per_row) or min(seconds_per_row) <= 0:
         raise ValueError(f"{rows} rows cannot be split by {list(seconds_per_row)} seconds a row")
@@ -48,15 +49,16 @@ def split_rows(seconds_per_row: Sequence[float], rows: int) -> list[int]:
 def slowest(seconds_per_row: Sequence[float], shares: Sequence[int]) -> float:
     """Seconds that the slowest rank takes for its rows.
 
-    seconds_per_row, shares: by rank, its seconds for a row, and its number of rows.
+    seconds_per_row: seconds that each rank takes for one row. shares: rows per rank.
     """
     return max(seconds * share for seconds, share in zip(seconds_per_row, shares, strict=True))
 
 
 def relative_speeds(seconds: Sequence[float]) -> list[float]:
-    """The speed of each rank relative to the fastest one, which has 1; in steps of 1/20.
+    """The speed of each rank relative to the fastest rank, whose speed is 1; rounded to multiples of 1/20.
 
-    seconds: by rank, for equal work. All speeds are 1 if the seconds differ by a factor below ALIKE.
+    seconds: seconds that each rank takes for equal work. If they differ by a factor below ALIKE, all speeds
+    are 1.
     """
     best = min(seconds)
     if max(seconds) < ALIKE * best:
@@ -65,9 +67,10 @@ def relative_speeds(seconds: Sequence[float]) -> list[float]:
 
 
 class SplitChange(NamedTuple):
-    """A new batch split.
+    """A batch split with the text that explains it.
 
-    shares: rows per rank. reason: a sentence about the change for the log.
+    shares: rows per rank. reason: the text for the log, such as "tower 8 rows, laptop 8 rows: their speeds
+    are alike".
     """
 
     shares: list[int]
@@ -75,9 +78,10 @@ class SplitChange(NamedTuple):
 
 
 def first_split(seconds_per_row: Sequence[float], rows: int, names: Sequence[str]) -> SplitChange:
-    """The batch split at the start of a run: by measured speed, or equal if that gains less than GAIN.
+    """The batch split at the start of a run: by measured speed if that pays, else equal.
 
-    seconds_per_row: by rank. rows: of a step, over all ranks. names: of the ranks, for the reason.
+    A split by speed pays if it makes a step shorter by the fraction GAIN or more. seconds_per_row: seconds
+    that each rank takes for one row. rows: rows of a step over all ranks. names: names of the ranks.
     """
     equal = equal_split(rows, len(names))
     split = split_rows(seconds_per_row, rows)
@@ -100,8 +104,8 @@ def describe_split(shares: Sequence[int], names: Sequence[str]) -> str:
 class Balancer:
     """Measures the seconds per row of each rank, and proposes a faster batch split during the run.
 
-    shares: rows per rank at the start. names: of the ranks. The attribute `shares` has the current rows per
-    rank; `proposed` is a proposed split that the ranks have not applied yet, or None.
+    shares: rows per rank at the start. names: names of the ranks. The attribute `shares` has the current rows
+    per rank. The attribute `proposed` is a split that the ranks have not applied yet; None if there is none.
     """
 
     def __init__(self, shares: Sequence[int], names: Sequence[str]) -> None:
@@ -127,7 +131,7 @@ class Balancer:
     def record(self, seconds: Sequence[float], step_seconds: float) -> None:
         """Record the times of a step.
 
-        seconds: by rank, seconds that the rank computed. step_seconds: seconds of the whole step.
+        seconds: seconds that each rank computed. step_seconds: seconds of the whole step.
         """
         self._steps += 1
         if self._steps > WARMING_STEPS:

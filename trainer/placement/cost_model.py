@@ -5,8 +5,8 @@
     model.single_host(rows=16)                     # (seconds, rank): the single-host baseline
     choose_mode(model, 16, ["dense", "exact"])     # the fastest mode
 
-Pure arithmetic over measured speeds (trainer.placement.microbenchmark) and counted bytes. A finished run
-reports prediction and measurement.
+Pure arithmetic over measured speeds (trainer.placement.microbenchmark) and counted bytes. At its end, a run
+reports the predicted and the measured seconds of a step.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ LARGEST = 64  # the largest multiple of the batch that `pays_from` tries
 class StepWork:
     """The sizes that determine the cost of a step.
 
-    tables: parameters of all embedding tables together.
-    table_width: values of one token's row in all tables.
-    matrices: parameters of the matrices that Muon steps.
-    others: parameters of lm_head and the scalars.
-    matrix_flops: FLOPs of Muon's update, for each matrix.
+    tables: number of parameters in all embedding tables together.
+    table_width: number of values that one token has in all tables together.
+    matrices: number of parameters in the matrices that Muon updates.
+    others: number of parameters of lm_head and the scalars.
+    matrix_flops: FLOPs of Muon's update of each matrix.
     micro_batch: rows of a micro-batch.
-    active: function of a number of rows of data: how many embedding rows they activate.
-    value_bytes: bytes of a parameter value.
+    active: function of a number of rows of data, which returns how many different tokens these rows have:
+        the number of active embedding rows.
+    value_bytes: bytes of one parameter value.
     """
 
     tables: int
@@ -65,11 +66,11 @@ def _check(mode: str) -> None:
 
 
 def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer | None = None) -> float:
-    """Bytes that a rank sends in a step in the sync mode `mode`. For local, the mean over the steps.
+    """Bytes that a rank sends in a step in the sync mode `mode`; for local, the mean over the steps.
 
-    work: the sizes of a step. rows: of the step, over all ranks. world_size: number of ranks. outer: the
-    settings of local; None: the defaults. Per rank, reduce and broadcast each send (n-1)/n of the values,
-    with n = world_size. Raises ValueError for an unknown mode.
+    work: the sizes of a step. rows: rows of the step over all ranks. world_size: number of ranks. outer: the
+    settings of sync=local; None: the defaults. With n ranks, each rank sends (n-1)/n of the values in a
+    reduce, and (n-1)/n of them in a broadcast. Raises ValueError for an unknown mode.
     """
     _check(mode)
     copies = 2 * (world_size - 1) / world_size
@@ -89,9 +90,9 @@ def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer 
 
 
 def transfer_seconds(sent: float, link: Link) -> float:
-    """Predicted seconds in which a rank sends the `sent` bytes of a step, if no computation hides them.
+    """Predicted seconds of a rank's transfers in a step if they do not overlap with computation.
 
-    link: bandwidth and latency between the ranks.
+    sent: bytes that the rank sends. link: bandwidth and latency between the ranks.
     """
     return sent / link.bandwidth + 4 * link.latency
 
@@ -100,12 +101,12 @@ def transfer_seconds(sent: float, link: Link) -> float:
 class CostModel:
     """Predicts the seconds of a step on one host and on all ranks, in each sync mode.
 
-    speeds: measured seconds of each rank.
+    speeds: the measured Speed of each rank.
     link: bandwidth and latency between the ranks; None with one rank.
     work: the sizes of a step.
-    names: of the ranks, for messages.
-    by_speed: whether rows are split by speed; if not, equally.
-    outer: the settings of the sync mode local; None: the defaults.
+    names: names of the ranks, for messages.
+    by_speed: True: the rows of a step are split by speed; False: they are split equally.
+    outer: the settings of sync=local; None: the defaults.
     """
 
     speeds: Sequence[Speed]
@@ -127,11 +128,14 @@ class CostModel:
         return relative_speeds([speed.muon for speed in self.speeds])
 
     def single_host(self, rows: int) -> tuple[float, int]:
-        """The single-host baseline: (seconds of a step of `rows` rows on the fastest rank, that rank)."""
+        """The single-host baseline for a step of `rows` rows: the rank that is fastest by itself.
+
+        Returns (predicted seconds of the step on this rank, number of this rank).
+        """
         return min((speed.step_alone(rows), rank) for rank, speed in enumerate(self.speeds))
 
     def step(self, mode: str, rows: int, shares: Sequence[int] = ()) -> float:
-        """Predicted seconds of a step of `rows` rows in all, in the sync mode `mode`.
+        """Predicted seconds of a step of `rows` rows over all ranks, in the sync mode `mode`.
 
         shares: rows per rank, by default self.shares(rows).
         """
@@ -157,7 +161,7 @@ class CostModel:
     def network(self, mode: str, rows: int) -> float:
         """Predicted seconds of a rank's transfers in a step of `rows` rows in the sync mode `mode`.
 
-        The result is 0 with one rank. It includes the seconds that computation hides.
+        The result is 0 with one rank. It includes transfers that overlap with computation.
         """
         _check(mode)
         if self.link is None:
@@ -175,10 +179,10 @@ class CostModel:
         return max(cost / total * speed.muon for cost, speed in zip(of_rank, self.speeds, strict=True))
 
     def pays_from(self, mode: str, rows: int) -> int | None:
-        """The number of rows of a step from which all ranks beat the single-host baseline.
+        """The least rows of a step with which all ranks together are faster than the single-host baseline.
 
-        mode: the sync mode. rows: rows of a step of the run; the result is one of its first LARGEST
-        multiples. None if none of them is large enough.
+        mode: the sync mode. rows: rows of a step of the run; its multiples up to LARGEST times are tried.
+        None if none of these multiples is large enough.
         """
         batches = (times * rows for times in range(1, LARGEST + 1))
         return next((each for each in batches if self.step(mode, each) < self.single_host(each)[0]), None)
@@ -187,7 +191,8 @@ class CostModel:
 def choose_mode(model: CostModel, rows: int, modes: Sequence[str]) -> str:
     """The sync mode of `modes` with the shortest step of `rows` rows, as predicted by `model`.
 
-    A mode is preferred to those before it in the list only if its step is shorter by the part BETTER.
+    A mode is preferred to those before it in `modes` only if its step is shorter by more than the fraction
+    BETTER.
     """
     best = modes[0]
     for mode in modes[1:]:
@@ -222,8 +227,8 @@ def render_predictions(model: CostModel, rows: int, sequence_len: int, gpus: Map
 class Prediction:
     """The predicted seconds of a step of a run.
 
-    sync: the sync mode of the run. step_seconds: on all ranks, in that mode. alone: name of the fastest
-    single rank. alone_seconds: on that rank alone.
+    sync: the sync mode of the run. step_seconds: seconds of a step on all ranks in that mode. alone: name of
+    the rank that is fastest by itself. alone_seconds: seconds of a step on that rank alone.
     """
 
     sync: str
@@ -233,13 +238,13 @@ class Prediction:
 
     @classmethod
     def load(cls, saved: Mapping[str, Any] | None) -> Prediction | None:
-        """The prediction in `saved`, a dict of its fields; None if that is empty or None."""
+        """The prediction in `saved`, a dict of its fields; None if `saved` is empty or None."""
         return cls(**saved) if saved else None
 
     def against(self, seconds: float) -> str:
         """The sentence that compares the prediction with the measured `seconds` of a step.
 
-        It is such as "Predicted 5.2 s a step, measured 5.4."
+        For example: "Predicted 5.2 s a step, measured 5.4."
         """
         return f"Predicted {self.step_seconds:.3g} s a step, measured {seconds:.3g}."
 
@@ -247,8 +252,8 @@ class Prediction:
 def warn_of_baseline(model: CostModel, rows: int, sequence_len: int, mode: str) -> str:
     """The warning that the single-host baseline is faster than all ranks in the mode `mode`; "" if it is not.
 
-    rows: rows of a step. sequence_len: tokens of a row. The warning names the batch from which several ranks
-    are faster.
+    model: the cost model. rows: rows of a step. sequence_len: tokens of a row. The warning names the batch
+    size from which all ranks together are faster, if one was found.
     """
     together, (alone, rank) = model.step(mode, rows), model.single_host(rows)
     if len(model.speeds) == 1 or together <= alone:

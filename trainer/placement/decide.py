@@ -1,12 +1,12 @@
 """The placement of an attempt: rows per rank, speeds of owner ranks, sync mode. Rank 0 decides for all.
 
-    measured = measure_all(group, model, optimizer, ...)       # by rank, on every rank
+    measured = measure_all(group, model, optimizer, ...)       # of all ranks, equal on every rank
     placement, lines = decide(measured, names, plan, work, config, by_speed, obstacles)
-    placement = broadcast_placement(group, placement)          # that of rank 0
+    placement = broadcast_placement(group, placement)          # every rank gets the placement of rank 0
     if placement.alone: ...                                    # the run moves to one host
 
-Speeds are measured only if `shares` or `sync` is auto and the checkpoint is not of the same hosts: these keep
-their placement, so that the run resumes bitwise.
+When a run trains, speeds are measured only if `shares` or `sync` is auto. A run that resumes on the hosts of
+its checkpoint measures nothing and keeps its placement, so that it resumes bitwise.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Placement:
     shares: rows of a step, by rank.
     owner_speeds: relative speed of each rank at the updates of Muon; empty: all equal.
     prediction: the predicted seconds of a step; None if nothing was measured.
-    alone: the one host that is faster than all together, to which the run then moves; None without one.
+    alone: the rank whose GPU is faster than all ranks together, to whose host the run moves; None if there is
+        no such rank.
     """
 
     sync: str
@@ -70,7 +71,7 @@ class Placement:
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> Placement:
-        """The placement in `saved`, the result of `saved`."""
+        """The placement in `saved`, a dict that the method `saved` has returned."""
         return cls(
             str(saved["sync"]),
             tuple(saved["shares"]),
@@ -80,10 +81,10 @@ class Placement:
         )
 
     def tags(self) -> dict[str, str]:
-        """The tags of the placement for the tracker, as texts.
+        """The tags of the placement for the tracker: {name: text}.
 
-        Keys: `arrangement.sync`; if they are known `arrangement.owner_speeds`, and `predicted.NAME` for each
-        field of the prediction.
+        Names: `arrangement.sync`; `arrangement.owner_speeds` if the speeds are known; `predicted.NAME` for
+        each field of the prediction, if there is a prediction.
         """
         tags = {"arrangement.sync": self.sync}
         if self.owner_speeds:
@@ -93,7 +94,7 @@ class Placement:
         return tags
 
     def digest(self) -> str:
-        """The first 16 hex digits of the sha256 of the placement, by which ranks compare it."""
+        """The first 16 hex digits of the sha256 of the placement, with which ranks compare placements."""
         return hashlib.sha256(canonical_json(self.saved())).hexdigest()[:16]
 
 
@@ -101,10 +102,10 @@ class Placement:
 class Measured:
     """The measurements of one rank.
 
-    speed: its measured seconds.
+    speed: the measured seconds of the rank on the device of the run.
     link: bandwidth and latency to the other ranks; None with one rank.
-    gpu: the seconds on its GPU, if that is idle because other ranks have none; else None.
-    gpu_too_small: whether the memory of that GPU is too small for this model and micro-batch.
+    gpu: the measured seconds on the rank's GPU if this GPU is idle, because other ranks have none; else None.
+    gpu_too_small: whether the memory of the idle GPU is too small for this model and micro-batch.
     """
 
     speed: Speed
@@ -131,10 +132,10 @@ def measure_all(
 ) -> list[Measured]:
     """Measure speed and link of every rank; every rank returns the results of all ranks. A collective call.
 
-    model, optimizer: of this rank; weights and optimizer state are overwritten. numerics: arithmetic of this
-    rank. gpu: the arithmetic of its idle GPU; None without one. batch_size: rows of a micro-batch. The
-    results are in rank order. All ranks measure at the same time, because ranks of one host share its
-    processors in a step too.
+    model, optimizer: of this rank; weights and optimizer state are overwritten. numerics: device and number
+    formats of this rank. gpu: those of its idle GPU; None if this rank has no idle GPU. batch_size: rows of a
+    micro-batch. The results are in rank order. All ranks measure at the same time, because ranks of one host
+    also share its processors in a step.
     """
     link = measure_link(group, numerics.device)
     speed = measure_speed(model, optimizer, batch_size)
@@ -166,7 +167,7 @@ def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config:
 
 
 def step_work(model: GPT, optimizer: MuonAdamW, micro_batch: int, active: Callable[[int], int]) -> StepWork:
-    """The sizes of a step of `model` with `optimizer`. micro_batch, active: fields of StepWork."""
+    """The sizes of a step of `model` with `optimizer`. micro_batch, active: see StepWork."""
     counts = model.param_counts()
     tables = counts["wte"] + counts["value_embeds"]
     return StepWork(
@@ -196,15 +197,16 @@ def decide(
     by_speed: bool,
     obstacles: Mapping[int, str],
 ) -> tuple[Placement, list[str]]:
-    """(the placement, lines for the log), decided from the measurements of all ranks. A pure function.
+    """Decide the placement from the measurements of all ranks; returns (placement, lines for the log).
 
+    This is a pure function.
     measured, names: measurements and name of each rank.
-    plan, config: of the run. work: the sizes of a step.
+    plan, config: plan and settings of the run. work: the sizes of a step.
     by_speed: whether the rows are split by speed.
     obstacles: {rank: why the run cannot move to its host}; ranks to which it can move are missing.
-    Muon's matrices are divided by the speed of the owner ranks if `by_speed`, or if sync is auto. If the GPU
-    of one host is faster than all hosts together and has no obstacle, the field `alone` of the placement
-    names that host.
+    Muon's matrices are assigned to owner ranks by speed if `by_speed` is True or sync is auto. If the GPU of
+    one rank is faster than all ranks together and there is no obstacle, the field `alone` of the placement
+    names that rank.
     """
     rows, length = plan.rows_per_step, plan.model.sequence_len
     speeds = [one.speed for one in measured]
@@ -256,11 +258,12 @@ def broadcast_placement(group: Collectives, placement: Placement | None) -> Plac
 
 
 def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: bool, auto: bool) -> Placement:
-    """`placement` with the values that a checkpoint of the same hosts has.
+    """`placement` with values from a checkpoint of the same hosts.
 
-    meta: the content of its meta.json, of which `arrangement` (a saved placement) and shares are used.
-    owner_speeds and prediction are taken from it, the rows per rank only if `by_speed`, and the sync mode
-    only if `auto`. by_speed: whether rows are split by speed. auto: whether the setting sync is auto.
+    meta: content of the checkpoint's meta.json; the values are in its keys `arrangement` (a saved placement)
+    and `shares`. by_speed: whether rows are split by speed. auto: whether the setting sync is auto. The
+    checkpoint always sets owner_speeds and prediction; it sets the rows per rank only if `by_speed` is True,
+    and the sync mode only if `auto` is True.
     """
     before = meta.get("arrangement") or {}
     return replace(

@@ -1,4 +1,4 @@
-"""The speed of this rank at the work of the run, and of the link to the others, measured before step 0.
+"""Measures before step 0 how fast this rank computes the parts of a step, and its link to the other ranks.
 
     speed = measure_speed(model, optimizer, batch_size=2)   # all ranks at once, as in a step
     link = measure_link(group, device)
@@ -35,8 +35,8 @@ SHORT_MESSAGES = 8
 class Speed:
     """Measured seconds of a rank at the parts of a step.
 
-    row: forward and backward of one row. muon: Muon's updates of all its matrices, although a rank may own
-    only some of them. adamw: AdamW's step of all its parameters.
+    row: forward and backward of one row. muon: Muon's update of all Muon matrices of the model, although a
+    rank may own only some of them. adamw: AdamW's update of all AdamW parameters of the model.
     """
 
     row: float
@@ -50,7 +50,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Link:
-    """The measured path between ranks, by all-reduces.
+    """The network between the ranks, as measured by all-reduces.
 
     bandwidth: bytes per second that a rank sends in a long all-reduce. latency: seconds of a short
     all-reduce.
@@ -138,9 +138,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def measure_link(group: Collectives, device: torch.device) -> Link | None:
-    """Time a short all-reduce, and one long enough to measure the bandwidth; None with one rank.
+    """Measure latency with short all-reduces and bandwidth with a long one; returns None with one rank.
 
-    group: the ranks, all of which call it. device: of the tensors. The bandwidth is a mean over the ranks,
+    All ranks of `group` must call it. device: device of the tensors. The bandwidth is a mean over the ranks;
     the latency is that of this rank.
     """
     if group.world_size == 1:

@@ -1,10 +1,11 @@
-"""The threads of a rank and the processors that they run on: measured at the first start of a run, and kept.
+"""Chooses the number of threads of a rank and their processors, by measurement at the first start of a run.
 
-    numerics = bind_threads(numerics, config, env, run_dir, log)      # of a rank on a CPU, before it computes
+    numerics = bind_threads(numerics, config, env, run_dir, log)      # on a CPU, before the rank computes
 
 threads.json in the run directory keeps the chosen processors of this host, so that a restart does not measure
-again. They are used for one shape of the model, number format, version of torch and set of usable processors.
-A checkpoint has the chosen processors too (`trainer.host.numerics.restore_numerics`).
+again. They are chosen again if the shape of the model, the number format, the version of torch or the set of
+usable processors has changed. A checkpoint has the chosen processors too
+(`trainer.host.numerics.restore_numerics`).
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ Json = dict[str, Any]
 def bind_threads(
     numerics: Numerics, config: RunConfig, env: RankEnv, run_dir: Path, log: RunLogger
 ) -> Numerics:
-    """Bind the threads of this rank to the fastest processors of its host, if nobody has set their number.
+    """Bind the threads of this rank to the fastest processors, unless the number of threads is set.
 
-    numerics: the arithmetic of this rank. config, env: settings and environment of this rank. run_dir: keeps
-    the chosen processors in threads.json. Returns `numerics` with the number of threads and the binding.
-    Several ranks on a host share its processors; with as many ranks as NUMA nodes, each is bound to a node of
-    its own.
+    numerics: device, number formats and threads of this rank. config, env: settings and environment of this
+    rank. run_dir: keeps the chosen processors in threads.json. Returns `numerics` with the number of threads
+    and the binding. If a host has several ranks, and as many as NUMA nodes, each rank is bound to its own
+    node; any other number of ranks is not bound.
     """
     if not can_pin():
         return numerics
@@ -112,14 +113,14 @@ def _bind_to_choice(
 
 
 def read_choice(path: Path) -> Json:
-    """The processors that an earlier start of the run has chosen, from `path`, a threads.json.
+    """Read the processors that an earlier start of the run has chosen, from `path`, a threads.json.
 
+    Returns {} if the file is missing or cannot be used; else a dict with the keys
     of: dict of what they were chosen for (shape, number format, torch, usable processors).
     cpus: the processors in list format, such as "0-7".
     threads: number of threads.
-    name: what the set of processors is, such as "all physical cores".
+    name: name of the set of processors, such as "all physical cores".
     ms: {name of a measured set: milliseconds}; {} if nothing was measured.
-    {} if the file is missing or cannot be used.
     """
     try:
         choice = json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """The transfer of a run to one host whose GPU is faster than all ranks on their CPUs.
 
-speed = measure_gpu(numerics, model, batch_size)              # on the rank that has one
+speed = measure_gpu(numerics, model, batch_size)              # on the rank that has a GPU
 alone = find_faster_host({1: speed}, rows, step, obstacles)   # equal on every rank
 """
 
@@ -26,7 +26,7 @@ from trainer.placement.microbenchmark import Speed, measure_speed
 class FasterHost:
     """A rank whose GPU is faster than all ranks on their CPUs together.
 
-    rank: of the GPU.
+    rank: the rank that has the GPU.
     seconds: predicted seconds of a step on that GPU.
     together: predicted seconds of a step on all ranks.
     obstacle: why the run cannot move to the host of the rank; "" if it can.
@@ -38,23 +38,26 @@ class FasterHost:
     obstacle: str = ""
 
     def sentence(self, names: Sequence[str]) -> str:
-        """The sentence that compares a step on this rank with one on all ranks. names: of the ranks."""
+        """A sentence that compares a step on the GPU with a step on all ranks. names: names of the ranks."""
         return (
             f"The GPU of {names[self.rank]} would take {self.seconds:.3g} s a step alone, {len(names)} ranks "
             f"together, on their CPUs, {self.together:.3g} s."
         )
 
     def verdict(self, names: Sequence[str]) -> str:
-        """The line for the log: the comparison, and why the run does not move there. names: of the ranks."""
+        """The line for the log: the comparison, and whether the run moves to the host of the GPU.
+
+        names: names of the ranks.
+        """
         if self.obstacle:
             return f"warning: {self.sentence(names)} The run does not move there: {self.obstacle}."
         return f"sync is auto: {self.sentence(names)} That host should train alone."
 
     def end(self, peers: Sequence[Peer], names: Sequence[str], table: Sequence[str]) -> TransferToHost:
-        """The exception that ends the attempt on all ranks, so that the run is started on that host alone.
+        """The exception that ends the attempt on all ranks, so that the run can be started on one host.
 
-        The process group of an attempt cannot shrink. peers, names: all ranks and their names, in rank order.
-        table: lines of the predictions, for the log.
+        A new attempt is needed because a process group cannot shrink. peers, names: all ranks and their
+        names, in rank order. table: lines of the predictions, for the log.
         """
         host = peers[self.rank].host
         sentence = (
@@ -74,7 +77,7 @@ def find_obstacles(
     """{rank: why the run cannot move to its host}. Ranks to which the run can move are missing.
 
     config: settings of the run. fixed_shares: rows per rank that are set by hand; empty for none.
-    meta: content of meta.json of the checkpoint that the run starts from; {"step": 0} without one.
+    meta: content of meta.json of the checkpoint that the run starts from; {"step": 0} without a checkpoint.
     peers: all ranks, in rank order.
     requested: whether a person started this attempt. A run that has restarted by itself does not move.
     """
@@ -96,10 +99,11 @@ def find_obstacles(
 def find_faster_host(
     gpus: Mapping[int, Speed], rows: int, step: float, obstacles: Mapping[int, str]
 ) -> FasterHost | None:
-    """The rank whose idle GPU takes the fewest seconds for a step; None if no GPU beats all ranks together.
+    """The rank whose idle GPU takes the fewest seconds for a step.
 
-    gpus: {rank: measured seconds on its idle GPU}. rows: rows of a step. step: predicted seconds of a step on
-    all ranks. obstacles: as from `find_obstacles`; a GPU without an obstacle is preferred.
+    None if no GPU is faster than all ranks together. gpus: {rank: measured seconds on its idle GPU}. rows:
+    rows of a step. step: predicted seconds of a step on all ranks. obstacles: the result of `find_obstacles`;
+    a GPU without an obstacle is preferred.
     """
     seconds = {rank: gpu.step_alone(rows) for rank, gpu in gpus.items()}
     faster = [(rank in obstacles, each, rank) for rank, each in seconds.items() if each < step]
@@ -110,9 +114,10 @@ def find_faster_host(
 
 
 def measure_gpu(gpu: Numerics, model: GPT, batch_size: int) -> Speed | None:
-    """Measure a model of the shape of `model` on a GPU; None if the memory of the GPU is too small.
+    """Measure a model of the shape of `model` on a GPU; returns None if the memory of the GPU is too small.
 
-    gpu: the arithmetic on the GPU. batch_size: rows of a micro-batch. The memory is freed afterwards.
+    gpu: device and number formats of the GPU. batch_size: rows of a micro-batch. The memory is freed
+    afterwards.
     """
     torch.cuda.set_device(gpu.device)
     try:

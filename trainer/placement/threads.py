@@ -5,8 +5,8 @@
     for line in chosen.table():
         log.info(line)
 
-All logical processors are rarely the fastest set: threads wait for the slowest one in each GEMM, be it an
-efficiency core, an SMT sibling, or a core that another process keeps busy.
+The set of all logical processors is rarely the fastest. In each GEMM all threads wait for the slowest thread,
+which may run on an efficiency core, an SMT sibling, or a core that another process keeps busy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RANKS_PAY = 1.1  # a rank per NUMA node is proposed from this speed on: ranks al
 class Measured:
     """A set of processors with its measured time.
 
-    candidate: the set. seconds: of the measured work on it.
+    candidate: the set. seconds: mean seconds of the measured work on this set.
     """
 
     candidate: Candidate
@@ -55,7 +55,7 @@ class Measured:
 class ThreadChoice:
     """The sets of processors that were measured for the threads of a rank, and the chosen one.
 
-    measured: all sets, in the order of their measurement. best: the chosen one of them.
+    measured: all sets, in the order of their measurement. best: the chosen set.
     """
 
     measured: Sequence[Measured]
@@ -74,8 +74,8 @@ class ThreadChoice:
     def saved(self) -> dict[str, Any]:
         """The chosen set as JSON values, for threads.json and the log.
 
-        cpus: its processors in list format, such as "0-7". name: what the set is. ms: {name of each measured
-        set: milliseconds}.
+        cpus: processors of the set in list format, such as "0-7". name: name of the set, such as "all
+        physical cores". ms: {name of each measured set: milliseconds}.
         """
         return {
             "cpus": cpu_list(self.best.candidate.cpus),
@@ -87,8 +87,8 @@ class ThreadChoice:
 def candidates_of(topology: Topology) -> list[Candidate]:
     """The sets of processors to measure on `topology`, the smallest first.
 
-    These are those of `Topology.candidates`; and, if other load slows some physical cores, the set of those
-    that are not slowed.
+    They are the sets of `Topology.candidates`. If some physical cores are slow at the moment, the set of the
+    other physical cores is added.
     """
     found = topology.candidates()
     cores = [cpu.number for cpu in first_siblings(topology.cpus)]
@@ -140,9 +140,9 @@ def layer_work(
 ) -> Callable[[], object]:
     """A function that computes a layer: forward and backward, then Muon's GEMMs for each of its matrices.
 
-    The layer is the first one of `model`, whose weights are overwritten. compute_dtype: number format of the
-    GEMMs. rows: rows of sequence_len tokens, but at most MOST_TOKENS tokens in all. flops: about the most
-    FLOPs of a call; for fewer FLOPs, there are fewer tokens, and Muon gets a part of each matrix.
+    The layer is the first layer of `model`; its weights are overwritten. compute_dtype: number format of the
+    GEMMs. rows: rows of sequence_len tokens, but at most MOST_TOKENS tokens in all. flops: approximate limit
+    of the FLOPs of a call; to keep it, the tokens are reduced, and Muon's GEMMs use a part of each matrix.
     """
     config, layer = model.config, next(model.transformer["h"].children())
     matrices = list(layer.parameters())
@@ -182,11 +182,13 @@ def _thinner(matrix: torch.Tensor, part: float) -> torch.Tensor:
 def ranks_per_node(
     topology: Topology, best: Measured, make_work: Callable[[], Callable[[], object]]
 ) -> tuple[int, float]:
-    """(number of NUMA nodes, gain) if one rank on each node is faster than one rank alone, else (1, 1.0).
+    """Measure whether one rank on each NUMA node of this host is faster than one rank on the host.
 
-    topology: the processors of this host. best: the fastest set of processors for one rank. make_work: as for
-    `seconds_at_once`. gain: how many times as fast all nodes together are, measured while all compute. The
-    nodes must have equally many usable physical cores, and the CPU quota must allow all of them.
+    Returns (number of NUMA nodes, gain) if the gain is at least RANKS_PAY; else (1, 1.0). gain: how many
+    times as fast all nodes together are, measured while all compute. topology: the processors of this host.
+    best: the fastest set of processors for one rank. make_work: as for `seconds_at_once`. The result is also
+    (1, 1.0) if there is one node, if the nodes have different numbers of usable physical cores, or if the CPU
+    quota does not allow all of these cores.
     """
     cores = first_siblings(topology.cpus)
     sets = [frozenset(cpu.number for cpu in cores if cpu.node == node) for node in topology.nodes]
@@ -201,7 +203,7 @@ def seconds_at_once(sets: Sequence[frozenset[int]], make_work: Callable[[], Call
 
     sets: sets of processors, equally large. make_work: returns the function to time, such as the result of
     `layer_work`. It is called once for each set, on a thread that is bound to the set, so that its tensors
-    are in the memory of that NUMA node. Each of these threads has a team of torch's threads.
+    are in the memory of that NUMA node. Each of these threads computes with its own team of torch threads.
     """
     seconds = [0.0] * len(sets)
     ready = threading.Barrier(len(sets))

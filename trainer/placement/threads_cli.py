@@ -1,11 +1,11 @@
-"""python -m trainer threads: which processors, and how many threads, are the fastest for a rank here.
+"""python -m trainer threads: find the processors and the number of threads that are fastest on this host.
 
 python -m trainer threads                                  depth 8, 2 rows of 1,024 tokens, float32
 python -m trainer threads --depth 12 --dtype bfloat16
 
-It times the work of a layer on each set of processors that the topology of this host suggests, prints the
-table, and the settings that bind a run to the fastest set. A run with threads=auto does the same when it
-starts for the first time; the settings make the choice permanent.
+It times the work of a layer on each set of processors that the topology of this host suggests. It prints a
+table of the times, and the settings that bind a run to the fastest set. A run with threads=auto measures in
+the same manner at its first start; the settings make the choice permanent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print the table and the settings; returns the exit code 0. Raises ConfigError."""
+    """Measure, then print the table and the settings; returns the exit code 0.
+
+    Raises ConfigError if an option is invalid, or if this system cannot bind threads to processors.
+    """
     config = RunConfig(depth=args.depth, device_batch_size=args.rows)
     from trainer.host.pinning import can_pin
 

@@ -1,1 +1,1 @@
-"""The HTTP server: an API compatible with that of OpenAI, and a page to chat on."""
+"""The HTTP server: an API compatible with that of OpenAI, and a web page to chat with the model."""

@@ -1,4 +1,4 @@
-"""The bodies of requests and answers of the API, in the format of OpenAI."""
+"""The bodies of the HTTP requests and responses, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainer.chat.engine import COLDEST, Sampling
 class ApiError(Exception):
     """Raised to answer a request with an error object.
 
-    status: HTTP status. message: a sentence for the user. code: the field `code` of the object. headers: more
-    HTTP headers of the answer.
+    status: HTTP status. message: a sentence for the user. code: the field `code` of the error object.
+    headers: additional HTTP headers of the response.
     """
 
     def __init__(self, status: int, message: str, code: str, headers: dict[str, str] | None = None) -> None:
@@ -30,18 +30,19 @@ class ApiError(Exception):
 
 
 class Message(BaseModel):
-    """A message of a request. role: who wrote it.
+    """A message of a chat request.
 
-    content: its text, or a list of parts {"type": "text", "text"}.
+    role: the author of the message. content: the text of the message, or a list of parts {"type": "text",
+    "text": text}.
     """
 
     role: Literal["system", "user", "assistant"]
     content: str | list[dict[str, Any]]
 
     def plain(self) -> dict[str, str]:
-        """The message as {"role", "content"}, its text parts joined.
+        """The message as {"role": role, "content": text}, with its parts joined to one text.
 
-        Raises ApiError for other parts, such as pictures.
+        Raises ApiError if a part is not text, such as a picture.
         """
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
@@ -53,12 +54,12 @@ class Message(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """The fields that requests for chats and for completions share. Other fields of OpenAI's are ignored.
+    """The fields that chat requests and completion requests share. Other fields of OpenAI's API are ignored.
 
     model: ignored. stream: whether the answer is sent while it is generated.
-    temperature, top_k, seed: how tokens are drawn (see Sampling); None: the default of the chat.
-    max_tokens, max_completion_tokens: the most tokens of the answer; the latter has priority.
-    n: number of answers, 1 only.
+    temperature, top_k, seed: how tokens are drawn (see Sampling); None: the default of Sampling.
+    max_tokens, max_completion_tokens: the most tokens of the answer; max_completion_tokens has priority.
+    n: number of answers; only 1 is possible.
     """
 
     model: str = ""
@@ -71,7 +72,7 @@ class GenerationBody(BaseModel):
     n: Literal[1] | None = 1
 
     def sampling(self) -> Sampling:
-        """How the tokens of the answer are drawn; a field that is not set has its default in the chat."""
+        """How the tokens of the answer are drawn. A field that is None has the default of Sampling."""
         default = Sampling()
         temperature = default.temperature if self.temperature is None else self.temperature
         if 0 < temperature < COLDEST:
@@ -97,7 +98,7 @@ class CompletionBody(GenerationBody):
 
 
 class Shape:
-    """Builds the answers to one request in OpenAI's format.
+    """Builds the response to one request in OpenAI's format.
 
     kind: "chat" or "text". model: name of the model. fingerprint: the field system_fingerprint (see `mark`).
     """
@@ -112,10 +113,10 @@ class Shape:
         }
 
     def whole(self, text: str, reason: str, prompt_tokens: int, tokens: int) -> dict[str, Any]:
-        """The body of an answer that is not streamed, as JSON values.
+        """The body of a response that is not streamed, as JSON values.
 
-        text: the answer. reason: why it has ended, stop or length. prompt_tokens, tokens: tokens of prompt
-        and answer.
+        text: the answer. reason: why the answer has ended, "stop" or "length". prompt_tokens, tokens: number
+        of tokens of the prompt and of the answer.
         """
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
         choice |= (
@@ -132,8 +133,8 @@ class Shape:
     def event(self, text: str | None, reason: str | None, first: bool = False) -> str:
         """One server-sent event of a streamed answer, as text.
 
-        text: new text; None: none. reason: why the answer has ended; None: it has not. first: whether this is
-        the first event of the answer, which in a chat names the role.
+        text: new text of the answer; None: no new text. reason: why the answer has ended; None: it has not
+        ended. first: whether this is the first event of the answer; the first event of a chat has the role.
         """
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
         if self.kind == "chat":

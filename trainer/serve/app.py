@@ -32,7 +32,7 @@ Update = tuple[Sequence[int], str | None]
 def make_app(scheduler: Scheduler, api_key: str = "") -> FastAPI:
     """The HTTP application that answers requests with `scheduler`.
 
-    api_key: a request needs it, except those for the page and /health; "" for none.
+    api_key: the key that every request must have, except requests for the page and /health; "": no key.
     """
     app = FastAPI(title="nanofleet", docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -166,7 +166,7 @@ def make_app(scheduler: Scheduler, api_key: str = "") -> FastAPI:
 
 
 def unfinished(reason: str) -> ApiError:
-    """The error for an answer that is not complete. reason: why, one of UNFINISHED."""
+    """The error for an answer that is not complete. reason: why the answer ended, one of UNFINISHED."""
     if reason == MEMORY:
         text = "The host has too little memory for this answer. Shorten the conversation, or try again later."
         return ApiError(503, text, MEMORY, {"Retry-After": str(RETRY_SECONDS)})
@@ -174,8 +174,8 @@ def unfinished(reason: str) -> ApiError:
 
 
 def mark(loaded: Loaded) -> str:
-    """The field system_fingerprint of an answer, RUN_ID@STEP of the model that answers.
+    """The value of the field system_fingerprint of a response: RUN_ID@STEP.
 
-    loaded: that model.
+    loaded: the model that answers.
     """
     return f"{loaded.run_id}@{loaded.step}"

@@ -1,11 +1,12 @@
-"""Continuous batching: a thread generates the answers of all active requests together, a token each a step.
+"""Continuous batching: a thread generates the answers to all active requests together, step by step.
 
     scheduler = Scheduler(loaded, batch=16, queue=64); scheduler.start()
     request = scheduler.submit(loaded, prompt_ids, sampling, deliver)
     scheduler.replace(newer)  # active requests keep their model
 
-A request joins as soon as fewer than `batch` are active, in the order of arrival. Each active request gets
-one token a step, so that none waits for the end of another's answer.
+Waiting requests become active in the order of arrival, as soon as fewer than `batch` requests are active. A
+step adds one token to each active request (or computes a piece of its prompt), so that no request waits for
+the end of another answer.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ Deliver = Callable[[Sequence[int], str | None], None]
 
 
 class QueueFullError(Exception):
-    """Raised if as many requests wait as may wait. The message is a sentence for the user."""
+    """Raised for a new request if the queue is full. The message is a sentence for the user."""
 
 
 class Request:
     """A request for an answer, queued or active. `cancel` ends its generation at the next step.
 
-    loaded: the model that answers. sequence: the tokens so far. deliver: see `Scheduler.submit`. cancelled:
-    whether `cancel` was called.
+    loaded: the model that answers. sequence: the tokens of prompt and answer so far. deliver: see
+    `Scheduler.submit`. cancelled: whether `cancel` was called.
     """
 
     def __init__(self, loaded: Loaded, sequence: SequenceState, deliver: Deliver) -> None:
@@ -44,10 +45,11 @@ class Request:
 
 
 class Scheduler:
-    """Generates the answers to all requests in a thread, those of up to `batch` requests together.
+    """Generates the answers to all requests in a thread, up to `batch` answers at the same time.
 
-    loaded: the model that answers. batch: the most active requests. queue: the most requests that wait.
-    active, waiting: the requests that are answered, and those that wait.
+    loaded: the model for new requests. batch: maximum number of active requests. queue: maximum number of
+    waiting requests. active: the requests whose answers are being generated. waiting: the requests that wait
+    for their turn, in the order of arrival.
     """
 
     def __init__(self, loaded: Loaded, batch: int, queue: int) -> None:
@@ -63,7 +65,10 @@ class Scheduler:
         self._thread.start()
 
     def stop(self, seconds: float = 10.0) -> None:
-        """End all requests with the reason "stopped", and the thread. seconds: the longest wait for it."""
+        """End all requests with the reason "stopped", and end the thread.
+
+        seconds: maximum time to wait until the thread has ended.
+        """
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -75,16 +80,17 @@ class Scheduler:
         return self._thread.is_alive()
 
     def replace(self, loaded: Loaded) -> None:
-        """Answer later requests with the model `loaded`; active ones keep theirs."""
+        """Set the model for later requests to `loaded`; waiting and active requests keep their model."""
         with self._changed:
             self.loaded = loaded
 
     def submit(self, loaded: Loaded, prompt: Sequence[int], sampling: Sampling, deliver: Deliver) -> Request:
-        """Queue a request for an answer of the model `loaded` to `prompt`, token ids; returns the request.
+        """Queue a request to answer `prompt` with the model `loaded`; returns the request.
 
-        sampling: how tokens are drawn. deliver: called as deliver(new token ids, reason) from the scheduler's
-        thread. reason is None until the answer ends; then it is stop, length, stopped, MEMORY or error.
-        Raises QueueFullError, or ContextOverflowError if the prompt is too long.
+        prompt: token ids. sampling: how tokens are drawn. deliver: called as deliver(new token ids, reason)
+        from the scheduler's thread. reason is None until the answer ends; then it is "stop", "length",
+        "stopped", MEMORY or "error". Raises QueueFullError if the queue is full, ContextOverflowError if the
+        prompt is too long.
         """
         request = Request(loaded, loaded.engine.start(prompt, sampling), deliver)
         with self._changed:

@@ -28,9 +28,9 @@ GRACE_SECONDS = 10  # for answers that are in progress at SIGTERM
 class Follower(threading.Thread):
     """A thread that loads each new checkpoint of a run while the server answers.
 
-    scheduler: gets each new model. run_dir: of the run. dtype: format of the weights, as for `set_format`.
-    seconds: between two looks at the directory. A checkpoint that cannot be loaded is reported once and
-    skipped.
+    scheduler: the scheduler that answers with each new model. run_dir: the run directory. dtype: format of
+    the weights, as for `set_format`. seconds: time between two checks for a new checkpoint. A checkpoint that
+    cannot be loaded is reported once and skipped.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Follower(threading.Thread):
             self.look()
 
     def look(self) -> None:
-        """Look for a new checkpoint in the run directory, and load it if there is one."""
+        """Check the run directory for a new checkpoint, and load the checkpoint if there is one."""
         try:
             newest = newest_in(self.run_dir)
             if newest == self.seen:
@@ -61,7 +61,10 @@ class Follower(threading.Thread):
 
 
 def read_key(path: Path | None) -> str:
-    """The API key in a file, without blanks at its ends; "" without a file. Raises ConfigError."""
+    """The API key in the file `path`, without blanks at its ends; "" if `path` is None.
+
+    Raises ConfigError if the file cannot be read or is empty.
+    """
     if path is None:
         return ""
     try:
@@ -76,7 +79,10 @@ def read_key(path: Path | None) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError with the port if that is in use or cannot be opened."""
+    """A TCP socket that listens on a host and port.
+
+    Raises ConfigError if the port is in use by another program or cannot be opened.
+    """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind)
@@ -93,7 +99,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`serve`: answer requests until SIGTERM or Ctrl-C; returns the exit code. args: the parsed options."""
+    """`serve`: answer requests until SIGTERM or Ctrl-C; returns the exit code 0. args: the parsed options.
+
+    Raises ConfigError or DataError if an option is not valid or the model cannot be loaded.
+    """
     if args.follow and args.run_dir is None:
         raise ConfigError("--follow needs --run-dir: a checkpoint alone does not change.")
     for name, least in (("queue", 0), ("batch", 1)):

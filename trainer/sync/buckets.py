@@ -70,8 +70,8 @@ def add_rows_deterministically(table: Tensor) -> None:
 def assign_owners(costs: Sequence[float], world_size: int, speeds: Sequence[float] = ()) -> list[int]:
     """Assign pieces of work to ranks: the most expensive first, each to the rank that would finish it first.
 
-    costs: of each piece. world_size: number of ranks. speeds: relative, by rank; empty: all equal. Returns
-    the owner rank of each piece.
+    costs: the cost of each piece. world_size: number of ranks. speeds: relative speed of each rank; empty:
+    all equal. Returns the owner rank of each piece.
     """
     owners = [0] * len(costs)
     load = [0.0] * world_size

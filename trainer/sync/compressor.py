@@ -20,7 +20,7 @@ SMALL = 512  # a tensor of fewer values is not rounded to 2 bits: per-layer scal
 
 
 class Compressor(Protocol):
-    """Packs a flat tensor of floats into bytes. Their number depends on its length alone."""
+    """Packs a flat tensor of floats into bytes, whose number depends only on the length of the tensor."""
 
     @property
     def bytes_per_value(self) -> float:
@@ -36,9 +36,10 @@ class Compressor(Protocol):
 def make_compressor(bits: int, topk: int = 0, sizes: Sequence[int] = ()) -> Compressor:
     """The compressor for tensors that are sent together, one after the other in a flat tensor.
 
-    bits: of a sent value, 2, 4, 8 or 32. topk: values sent of each 4,096; 0: all. sizes: number of values of
-    each tensor. With 2 bits or top-k, tensors of fewer than SMALL values are copied unchanged: a scalar would
-    share its levels with a thousand times smaller values beside it. Raises ValueError for other bits.
+    bits: the bits of a sent value: 2, 4, 8 or 32. topk: how many of each 4,096 values are sent; 0: all.
+    sizes: the number of values of each tensor. With 2 bits or top-k, tensors of fewer than SMALL values are
+    copied unchanged: a scalar would share the levels of its block with values that are a thousand times
+    smaller. Raises ValueError if `bits` or `topk` is invalid.
     """
     quantizer = Quantizer(bits)
     compressor: Compressor = TopK(topk, quantizer) if topk else quantizer

@@ -1,10 +1,11 @@
-"""The exact mode: the sums of dense with fewer bytes, sent while the processor computes.
+"""The exact mode: the same sums as in the dense mode with fewer bytes, sent while the processor computes.
 
-A matrix has one owner rank, which alone holds its optimizer state, and so has each row of lm_head and of the
-embeddings (trainer.sync.row_shards). Only small parameters are stepped by all ranks. Gradients are reduced to
-the owner ranks as soon as the last backward has finished them, lm_head first, then the last layer. An owner
-rank steps its rows of lm_head, then the matrices of a layer, when their sums have arrived, and broadcasts the
-weights while it steps the next layer. Of an embedding, only active rows are sent.
+Each Muon matrix, each row of lm_head and each row of an embedding has one owner rank, which alone holds its
+optimizer state (trainer.sync.row_shards). Only small parameters are stepped by all ranks. Gradients are
+reduced to the owner ranks as soon as the last backward has finished them: those of lm_head first, then those
+of the last layer, and so on to the first. When its sums have arrived, an owner rank steps its rows of
+lm_head, then its matrices of each layer, and broadcasts the weights of a layer while it steps the next one.
+Of an embedding, only active rows are sent.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from trainer.sync.row_shards import BLOCK_ROWS, RowShards
 class Bucket:
     """Gradients that are sent together: those of lm_head, or of the matrices of one layer and owner rank.
 
-    parameters: those of the bucket. gradients: flat; the parameters' gradients are its pieces.
+    parameters: the parameters of the bucket.
+    gradients: flat tensor; the gradient of each parameter is a view of it.
     owner: the rank that owns the matrices; None for lm_head, whose rows have several owner ranks.
-    weights: flat, of matrices with an owner rank; the parameters are its pieces.
-    unfinished: parameters whose gradients the last backward has not finished yet.
+    weights: flat tensor that shares its memory with the parameters.
+    unfinished: the number of parameters whose gradients the last backward has not finished yet.
     pending: transfers that are in flight.
     """
 
@@ -155,7 +157,7 @@ class Exact(OwnerMode):
         )
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
-        """Start to reduce the last gradients: small parameters and active rows. `step` waits for all sums."""
+        """Start to reduce the gradients of small parameters and active rows. `step` waits for all sums."""
         self._tokens = tokens
         self._small_pending = self._group.start_all_reduce(self._small)
         self._rows.start_reduce()

@@ -19,9 +19,9 @@ TRANSFER_DTYPE = torch.bfloat16
 
 
 class Fast(Exact):
-    """Sends the same buckets and rows as Exact, rounded to bfloat16, but for the values of embedding rows.
+    """Sends the same buckets and rows as Exact, rounded to bfloat16, except the values of embedding rows.
 
-    Every rank steps lm_head with the rounded sums: to send its weights would take twice the bytes.
+    Every rank steps lm_head with the rounded sums: sending the weights of lm_head would take twice the bytes.
     """
 
     row_dtype = TRANSFER_DTYPE

@@ -1,4 +1,7 @@
-"""Fragments of a model in the mode local: what is exchanged in one sync round, and the state of a round."""
+"""Fragments of a model with sync=local, and the state of a sync round.
+
+A fragment is a part of the model that is exchanged in one sync round.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,10 @@ ROUND = "round_"  # prefix of the state of a sync round in flight, in a checkpoi
 class Outer:
     """The settings of `sync=local`: those of RunConfig that start with local_, without this prefix.
 
-    steps: from one sync round of a fragment to the next. delay: steps that overlap with a sync round.
-    lr, momentum: of the outer step.
-    bits: of a value that is sent. topk: values sent of each 4,096; 0: all.
+    steps: number of steps from one sync round of a fragment to the next.
+    lr, momentum: learning rate and Nesterov momentum of the outer step.
+    bits: the bits of a value that is sent. topk: how many of each 4,096 values are sent; 0: all.
+    delay: number of steps that overlap with a sync round.
     """
 
     steps: int = 30
@@ -38,12 +42,12 @@ class Outer:
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether the residual stays in the parameters of a rank; otherwise it is in a buffer."""
+        """Whether the unsent part of a pseudo-gradient stays in a rank's parameters; if not, in a buffer."""
         return self.topk > 0
 
     @classmethod
     def of(cls, config: RunConfig) -> Outer:
-        """The settings of local in `config`."""
+        """The settings of sync=local in `config`."""
         return cls(
             steps=config.local_steps,
             lr=config.local_lr,
@@ -57,14 +61,14 @@ class Outer:
 class SyncRound(NamedTuple):
     """A sync round in flight: the transfer of the pseudo-gradients of one fragment.
 
-    started_at: the step after which it was started.
-    sent_parameters: for each parameter, the values that the outer step replaces in the parameters of this
-        rank.
-    rows: of an embedding, int64, the rows that are sent; None: all values.
-    decay: weight decay, as a factor, of a row without tokens.
-    table: packed pseudo-gradients, uint8, (world_size, bytes).
+    started_at: the step after which the round was started.
+    sent_parameters: for each parameter, the values that this rank subtracts from it at the outer step, before
+        it adds the new outer parameter.
+    rows: for an embedding, the numbers of the rows that are sent, int64; None: all values are sent.
+    decay: the factor by which weight decay has reduced rows without tokens since the previous round.
+    table: packed pseudo-gradients and token count of each rank, uint8, (world_size, bytes).
     pending: waits for the transfer.
-    rank: row of this rank in `table`. tokens: of this rank, in the round.
+    rank: row of this rank in `table`. tokens: number of tokens of this rank since the previous round.
     """
 
     started_at: int
@@ -90,9 +94,9 @@ class SyncRound(NamedTuple):
 
     @classmethod
     def from_state(cls, state: ParameterState, sent_parameters: list[Tensor]) -> SyncRound:
-        """Rebuild a round from its `common_state`. Its transfer is complete; its outer step is not taken.
+        """Rebuild a round from its `common_state`. Its transfer is complete, its outer step not yet taken.
 
-        state: the result of `common_state`. sent_parameters: as the field.
+        state: the result of `common_state`. sent_parameters: as in the class.
         """
         device = sent_parameters[0].device
         rows = state.get(f"{ROUND}rows")
@@ -109,13 +113,16 @@ class SyncRound(NamedTuple):
 class Fragment:
     """Parameters that share a sync round: the matrices of a layer, an embedding, or lm_head and the rest.
 
-    parameters: {name: parameter}. outer: settings of local. sync_at: step at which its rounds are due.
-        of_rows: whether it is an embedding, of which only some rows are sent.
-    Attributes: `outer`, `momentum` and `error` have the outer parameters, their momentum and the error
-    feedback, one tensor for each parameter; `synced_at` is the step at which its last round was started,
-    `tokens` those of this rank since then, `completed` the `synced_at` of its last complete round,
-    `checksum` the sum of the bytes that the ranks sent in it (int64), and `is_due` whether a round that
-    was taken back is started again after the next step.
+    parameters: {name: parameter}. outer: the settings of sync=local. sync_at: the step after which the first
+    round is due; further rounds follow every `outer.steps` steps. of_rows: whether the fragment is an
+    embedding, of which only some rows are sent.
+    Attributes:
+    outer, momentum: the outer parameters and their momentum, one tensor for each parameter.
+    error: the error feedback, one tensor for each parameter; empty if the parameters keep the residual.
+    synced_at: the step after which the last round was started. tokens: tokens of this rank since then.
+    completed: the step after which the last complete round was started.
+    checksum: the sum of the bytes that the ranks sent in the last complete round, int64.
+    is_due: whether a round was taken back (dropped unfinished), and starts again after the next step.
     """
 
     def __init__(
@@ -140,13 +147,19 @@ class Fragment:
         return make_compressor(outer.bits, outer.topk, self._sizes)
 
     def rows(self) -> Tensor | None:
-        """Of an embedding, the rows that may differ between ranks, equal on every rank; None for others."""
+        """For an embedding, the numbers of the rows that may differ between ranks; None for other fragments.
+
+        The result is equal on every rank.
+        """
         if self.active_at is None:
             return None
         return (self.active_at > self.synced_at - TAIL_STEPS).nonzero().flatten().to(self.outer[0].device)
 
     def common_state(self, synced_at: int, decay: float) -> dict[str, ParameterState]:
-        """The state of the parameters for a checkpoint, without a round in flight: {name: {name: tensor}}."""
+        """The state for a checkpoint, without a round in flight: {parameter name: {state name: tensor}}.
+
+        synced_at, decay: the values of these attributes to write.
+        """
         states: dict[str, ParameterState] = {}
         for name, momentum in zip(self.names, self.momentum, strict=True):
             states[name] = {"momentum": momentum, "met_at": torch.tensor(synced_at)}
@@ -158,8 +171,8 @@ class Fragment:
     def apply_to_outer(self, sent: Tensor, rows: Tensor | None) -> list[Tensor]:
         """The outer parameters minus the pseudo-gradients `sent`, as new tensors.
 
-        sent: flat. rows: of an embedding, the rows that `sent` has; the other rows get the weight decay since
-        the last round. None: `sent` has all values.
+        sent: flat tensor. rows: for an embedding, the numbers of the rows in `sent`; the other rows get the
+        weight decay since the last round. None: `sent` has all values.
         """
         values = [outer.clone() for outer in self.outer]
         if rows is not None:
@@ -192,7 +205,10 @@ def rows_of(values: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def write_rows(tensors: list[Tensor], rows: Tensor | None, flat: Tensor) -> None:
-    """Copy `flat` into `tensors`; with `rows`, into these rows of tensors[0], the only one."""
+    """Copy the flat tensor `flat` into `tensors`, one after another.
+
+    rows: numbers of the rows of tensors[0], the only tensor, that `flat` has; None: `flat` has all values.
+    """
     if rows is not None:
         tensors[0][rows] = flat.view(len(rows), -1)
         return

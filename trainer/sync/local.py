@@ -1,15 +1,16 @@
 """The local mode: ranks train on their own parameters, and synchronize a part of the model at a time.
 
-Each rank steps all parameters on its own rows. Every `steps` steps, the pseudo-gradients of the ranks (the
-change of their parameters since the last sync round) are averaged, weighted by tokens, and an outer step
-with Nesterov momentum updates the outer parameters, which are equal on all ranks: DiLoCo, arXiv 2311.08105,
-with Muon as inner optimizer: MuLoCo, 2505.23725. Each fragment of the model has its sync round at another
-step, and the transfer overlaps with the next steps: Streaming DiLoCo, 2501.18512. A rank then continues from
-the outer parameters, and keeps what it has learned since the round started.
+Each rank trains all parameters on its own rows of the batch. Every `steps` steps, the pseudo-gradients of the
+ranks (the change of their parameters since the last sync round) are averaged, weighted by tokens. An outer
+step with Nesterov momentum then updates the outer parameters, which are equal on all ranks. This is DiLoCo
+(arXiv 2311.08105), with Muon as inner optimizer (MuLoCo, 2505.23725). Each fragment, a part of the model, has
+its sync rounds at other steps, and the transfer overlaps with the next steps (Streaming DiLoCo, 2501.18512).
+After the outer step, a rank continues from the outer parameters plus what it has learned since the round
+started.
 
-Reading does not change the run: an evaluation, a digest or a checkpoint reads the outer parameters and
-leaves a sync round in flight alone. A checkpoint waits for the bytes of the round and stores them: a resumed
-run takes the outer step at the same step.
+Evaluations, digests and checkpoints do not change the run: they read the outer parameters, and do not
+complete a sync round in flight. A checkpoint waits for the bytes of the round and stores them, so that a
+resumed run takes the outer step at the same step.
 
 Pseudo-gradients are sent with 8, 4 or 2 bits; error feedback adds the residual of rounding to the next round.
 With top-k (trainer/sync/topk.py) a value waits for many rounds until it is among the largest, and there is no
@@ -18,19 +19,19 @@ sent. The rest stays in them, so the next pseudo-gradient contains it. With a bu
 the rank to the outer parameters. The rank would learn the same difference again, and the buffer would add it
 each time.
 
-When the members of an elastic run change, the others keep their parameters. A sync round in flight that a
-rank has completed is completed on all: that rank sends the others the outer parameters of the fragment. One
-that no rank has completed is taken back, and started again with the next members. A rank that joins starts
-from the outer parameters. It receives them before, while the others train (trainer/elastic/prefetch.py), and
-then only those of fragments that have changed since.
+When the members of an elastic run change, the ranks that stay keep their parameters. If a rank has completed
+a sync round that is in flight on others, it sends them the outer parameters of the fragment. A round that no
+rank has completed is taken back: it is dropped, and started again with the next members. A rank that joins
+starts from the outer parameters. It receives them before it joins, while the others train
+(trainer/elastic/prefetch.py); when it joins, only fragments that have changed since are sent again.
 
 Every rank sums the same bytes in the same order, by operations that round once, so that different CPUs get
 equal sums.
 
 The second moments of AdamW are averages over as many tokens as if all ranks stepped together: beta2 is raised
-to the power of a rank's part of the tokens (arXiv 2507.07101). With an unchanged beta2, lm_head learns worse,
-however often ranks synchronize: the second moment of a rare token's row decays before the token occurs again,
-and its update is then divided by too small a number.
+to the power of a rank's fraction of the tokens (arXiv 2507.07101). With an unchanged beta2, lm_head learns
+worse, however often ranks synchronize: the second moment of a rare token's row decays before the token occurs
+again, and its update is then divided by too small a number.
 """
 
 from __future__ import annotations
@@ -211,13 +212,13 @@ class Local(SyncMode):
 
     @torch.no_grad()
     def regroup(self, group: Collectives, step: int, is_new: bool, last: int) -> int:
-        """Continue with the ranks of `group`. All of them call it; it may be called again if one is lost.
+        """Continue with the ranks of `group`; returns the number of completed steps from which they continue.
 
-        step: number of steps that rank 0 has completed. is_new: whether this rank has just joined, and takes
-        the outer parameters from the others. Rank 0 is not new. last: the highest number that is returned,
-        so that the last step, after which the run is saved, is trained again. Returns the number of completed
-        steps from which all ranks continue: that of rank 0 unless it has missed steps of the others. Raises
-        PeerLost.
+        That is the number of rank 0, unless rank 0 has missed steps of the other ranks. All ranks of `group`
+        call it; if a rank is lost meanwhile, the next group calls it again. step: number of steps that rank 0
+        has completed. is_new: whether this rank has just joined and takes the outer parameters from the other
+        ranks; False on rank 0. last: the highest result, one less than the steps of the run, so that the last
+        step, after which the run is saved, is trained again. Raises PeerLost if a rank is lost.
         """
         for fragment in self._fragments:
             fragment.compressor = fragment.make_compressor(self._outer)
@@ -331,7 +332,10 @@ class Local(SyncMode):
                     p.data, fragment.outer[i] = fragment.outer[i], p.data
 
     def copy_outer(self) -> Iterator[dict[str, Tensor]]:
-        """Copy the outer state of each fragment, one at a time, while another thread trains."""
+        """Yield a copy of the outer state of each fragment, one at a time, while another thread trains.
+
+        A copy is {index: CPU tensor}: round and checksum, outer parameters, momentum, steps of active rows.
+        """
         for fragment in self._fragments:
             with self._lock:
                 outer = [p.detach() for p in fragment.parameters] if self._is_swapped else fragment.outer
@@ -354,11 +358,12 @@ class Local(SyncMode):
             fragment.completed, fragment.checksum = int(completed[0]), completed[1]
 
     def common_state(self) -> dict[str, ParameterState]:
-        """See SyncMode.
+        """The state that is equal on all ranks; see SyncMode.
 
-        State of a parameter: momentum (outer), `met_at` (step of the last sync round), and those below. Of an
-        embedding: `touched_at` (for each row, the step at which it was active) and `kept` (decay of a row
-        without tokens). Of a round in flight: the state of the round (`SyncRound.common_state`).
+        State of each parameter: `momentum` (of the outer step) and `met_at` (step of the last sync round). An
+        embedding also has `touched_at` (for each row, the last step at which it was active) and `kept`
+        (weight decay, as a factor, of a row without tokens). The first parameter of a fragment also has the
+        state of a round in flight (`SyncRound.common_state`).
         """
         states: dict[str, ParameterState] = {}
         for fragment in self._fragments:
@@ -370,7 +375,7 @@ class Local(SyncMode):
         return states
 
     def state_without_rounds(self) -> dict[str, ParameterState]:
-        """As `common_state`, but as if the rounds in flight had been taken back. Nothing is changed."""
+        """The result of `common_state` if the rounds in flight were taken back. Changes nothing."""
         states: dict[str, ParameterState] = {}
         for fragment in self._fragments:
             synced_at, decay = fragment.synced_at, fragment.decay
@@ -380,10 +385,10 @@ class Local(SyncMode):
         return states
 
     def rank_state(self) -> dict[str, Tensor]:
-        """See SyncMode. {KIND/PARAMETER: tensor}, with these kinds:
+        """The state of this rank, see SyncMode: {KIND/PARAMETER: tensor}, with these kinds:
 
-        here: the parameter of this rank. tokens: tokens of this rank since the last sync round.
-        error: error feedback, if there is a buffer for it. sent: the values sent to a round in flight.
+        here: the parameter of this rank. tokens: number of tokens of this rank since the last sync round.
+        error: error feedback, if there is a buffer for it. sent: `sent_parameters` of a round in flight.
         """
         tensors: dict[str, Tensor] = {}
         for fragment in self._fragments:

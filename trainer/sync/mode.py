@@ -41,10 +41,11 @@ class SyncMode(Protocol):
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         """Start to reduce the gradients. Afterwards no rank necessarily holds all reduced gradients.
 
-        The gradient of a Muon matrix is reduced to its owner rank only, every other gradient to all ranks;
-        the sums are divided by `tokens`. dense completes this here, exact and fast in `step`. local sends
-        nothing: each rank divides its own gradients by `mine`.
-        tokens: of the step, over all ranks; mine: of this rank, 0 for an equal part.
+        The gradient of a Muon matrix, or of a row with an owner rank, is reduced to the owner rank only,
+        every other gradient to all ranks; the sums are divided by `tokens`. dense completes this here, exact
+        and fast in `step`. local sends nothing: each rank divides its own gradients by `mine`.
+        tokens: the number of target tokens with a loss in the step, over all ranks. mine: the same for this
+        rank; 0: an equal part.
         """
 
     def step(self) -> None:

@@ -20,10 +20,10 @@ from trainer.sync.mode import SyncMode
 def make_sync(
     mode: str, group: Collectives, model: nn.Module, optimizer: MuonAdamW, outer: Outer | None = None
 ) -> SyncMode:
-    """Create the sync mode named `mode` for the parameters of `model`. With one rank, fast is exact.
+    """Create the sync mode named `mode` for the parameters of `model`.
 
-    group: the ranks. optimizer: steps the parameters. outer: settings of local; None: the defaults. Raises
-    ConfigError for an unknown name.
+    With one rank, the mode fast is the mode exact. group: the ranks. optimizer: the optimizer of `model`.
+    outer: the settings of sync=local; None: their defaults. Raises ConfigError if no mode has this name.
     """
     if mode == "local":
         return Local(group, model, optimizer, outer)

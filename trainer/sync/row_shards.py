@@ -3,8 +3,8 @@
 A row is used only when its token occurs in a step, and every rank knows the batch of a step. So a rank
 fetches the values of its active rows from their owner ranks before the forward pass, and sends the owners
 their gradients after the backward pass. Other rows are not sent, and no rank has a gradient of a whole table.
-Of the rows that a rank does not own, those that it has not fetched for the step are stale; `refresh` updates
-all.
+A row that a rank neither owns nor has fetched for the step is stale on this rank: it has an old value.
+`refresh` updates all rows on all ranks.
 
 Rows are owned in blocks of BLOCK_ROWS, the first block by rank 0, the next by rank 1 and so on: the token ids
 of a tokenizer are sorted by frequency, so that ranks have about as many active rows each.
@@ -120,9 +120,9 @@ class RowShards:
         )
 
     def step(self, tokens: int) -> None:
-        """Wait for the gradients, add them in rank order, divide by `tokens` and step the own rows.
+        """Wait for the gradients, add them in rank order, divide by `tokens` and step this rank's rows.
 
-        tokens: of the step, over all ranks.
+        tokens: the number of target tokens with a loss in the step, over all ranks.
         """
         self._group.wait([self._pending])
         active = torch.cat(self._requests).unique()

@@ -1,4 +1,4 @@
-"""Top-k compression: of each chunk of values, the largest and their positions.
+"""Top-k compression: of each chunk of values, the largest values are sent, with their positions.
 
     compressor = TopK(320, Quantizer(2))   # 320 of each 4,096 values, quantized to 2 bits
     compressor.bytes_per_value             # 0.075
@@ -6,9 +6,9 @@
 The values that are not sent remain with the rank and compete again in the next sync round: SparseLoCo, arXiv
 2508.15706; DeMo, 2411.19870.
 
-The ascending positions of a chunk are an Elias-Fano code (Elias 1974): the low bits of each position, and a
-bitmap with the high parts in unary. It has a fixed length, as 12 bits per position have, and is about half as
-long: 5.6 bits per position for 320 of 4,096, where no code can have fewer than 5.1 on average.
+The ascending positions of a chunk are packed in an Elias-Fano code (Elias 1974): the low bits of each
+position, and a bitmap with the high parts in unary. Its length is fixed, as with 12 plain bits per position,
+but about half: 5.6 bits per position for 320 of 4,096. No code can have fewer than 5.1 bits on average.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 4096  # values of which the k largest are sent
 class TopK:
     """Packs the k values of the largest magnitude in each chunk; all others are unpacked as 0.
 
-    k: below CHUNK. quantizer: packs the values that are kept.
+    k: at least 1, and below CHUNK. quantizer: packs the values that are sent.
     """
 
     def __init__(self, k: int, quantizer: Quantizer) -> None:

@@ -1,7 +1,7 @@
 """Sends the results of an evaluation to the run of the checkpoint on MLflow.
 
-The run is that of facts.json in the run directory of the checkpoint. A checkpoint without one, such as an
-imported one, has no run there. Metrics have the step of the checkpoint; tables are artifacts.
+facts.json in the run directory of the checkpoint identifies the run. If there is no facts.json, as for an
+imported checkpoint, nothing is sent. Metrics have the step of the checkpoint; tables are artifacts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SENT = ("eval.json", "core.csv")
 def figures(parts: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of an evaluation by their names on the server: {metric: value}.
 
-    parts: those of eval.json, with bpb, core and chat, each if it was evaluated. Metrics: eval/bpb,
-    core_metric, chatcore_metric and chatcore/TASK.
+    parts: {part: its result} as in eval.json. The parts are bpb, core and chat, as far as they were
+    evaluated. Metrics: eval/bpb, core_metric, chatcore_metric and chatcore/TASK.
     """
     found = {}
     if bpb := parts.get("bpb"):
@@ -47,8 +47,8 @@ def figures(parts: Mapping[str, Any]) -> dict[str, float]:
 def send(checkpoint: Path, out: Path, parts: Mapping[str, Any], uri: str) -> str:
     """Send figures and files of an evaluation to the run of the checkpoint; returns a line for the log.
 
-    checkpoint: its directory. out: the folder with eval.json. parts: its results by part. uri: of the MLflow
-    server. After a failure of the server, the line reports it.
+    checkpoint: directory of the checkpoint. out: the folder that has eval.json. parts: as for `figures`. uri:
+    address of the MLflow server. If the results cannot be sent, the line has the reason.
     """
     run_dir = checkpoint.absolute().parent.parent
     if not is_server(uri):

@@ -32,9 +32,9 @@ KEPT_AT_THE_END = (FACTS, METRICS, SYSTEM, "run.json", "outcome.json", "sample.t
 
 @dataclass(frozen=True)
 class Facts:
-    """The content of facts.json, by which an MLflow server knows the run.
+    """The content of facts.json: what identifies and describes the run on an MLflow server.
 
-    run_id: name of the run. digest: of its configuration. Both together identify a run.
+    run_id: name of the run. digest: digest of its settings. Both together identify a run.
     params, tags: {name: text} for MLflow (see `facts_of`).
     experiment: name of the MLflow experiment.
     """
@@ -51,7 +51,10 @@ class Facts:
 
     @classmethod
     def load(cls, run_dir: Path) -> Facts:
-        """Read facts.json, also one of an earlier release. Raises OSError or ValueError if it is unusable."""
+        """Read facts.json, also that of an earlier release.
+
+        Raises OSError if the file cannot be read, ValueError if its content is invalid.
+        """
         raw = json.loads((run_dir / FACTS).read_text(encoding="utf-8"))
         try:
             experiment = str(raw.get("experiment", EARLIER_EXPERIMENT))
@@ -65,14 +68,15 @@ class Facts:
 class Cursor:
     """The content of tracker.json: which figures and files of a run the server has received.
 
-    uri: of the server. run_id, digest: of the run. mlflow_run: MLflow's id of the run; "" before it is known.
-    steps: {metric: its last step that was sent}.
+    uri: address of the server, without user and password. run_id, digest: those of the run's Facts.
+    mlflow_run: MLflow's id of the run; "" before it is known.
+    steps: {metric: the last step that was sent}.
     artifacts: {file: size and time of the file that was sent}.
     status: the final status that was sent; "" before.
     A resumed run repeats steps and writes equal figures for them; the sender does not send these again,
-    because MLflow cannot delete points. Earlier releases sent figures by their names in metrics.jsonl: if a
-    run of theirs is sent again, the server has its earlier points under those names and all points under the
-    present ones.
+    because MLflow cannot delete points. Earlier releases sent figures under their names in metrics.jsonl. If
+    a run of such a release is sent again, the server keeps its earlier points under those names, and also has
+    all points under the present names.
     """
 
     uri: str
@@ -87,7 +91,8 @@ class Cursor:
     def load(cls, run_dir: Path, uri: str, facts: Facts) -> Cursor:
         """Read tracker.json; returns a new cursor if it is missing, damaged or of another server or run.
 
-        run_dir: has the file. uri: of the server. facts: of the run.
+        run_dir: the folder of tracker.json. uri: address of the server, without user and password. facts: the
+        content of the run's facts.json.
         """
         new = cls(uri, facts.run_id, facts.digest)
         try:
@@ -122,15 +127,18 @@ class JsonLines:
     def __init__(self, path: Path, last_step: float = math.inf) -> None:
         """Open the file `path` to append lines.
 
-        last_step: later lines are dropped (see `drop_after`). The attribute `last_step` is the step of the
-        last line; -1 without one.
+        last_step: lines of later steps are dropped (see `drop_after`). The attribute `last_step` is the step
+        of the last line; -1 if the file has no line.
         """
         self._path, self._unwritten = path, bytearray()
         self._cut(last_step)
         self._file = self._open()
 
     def drop_after(self, step: float) -> None:
-        """Drop the lines after `step`, because these steps are trained again. On a full disk they remain."""
+        """Drop the lines of later steps than `step`, because these steps are trained again.
+
+        On a full disk the lines remain.
+        """
         if self.last_step > step:
             self._file.close()
             try:
@@ -166,7 +174,7 @@ class JsonLines:
         self.append(json.dumps({"step": step, **figures, "time": time}).encode() + b"\n", step)
 
     def append(self, raw: bytes, step: int) -> None:
-        """Append a line that ends in a newline, of `step`."""
+        """Append a line of the step `step`. raw: the line as bytes, with its newline."""
         self._unwritten += raw
         self.last_step = step
         try:
@@ -180,14 +188,17 @@ class JsonLines:
 class NewLines:
     """Iterates over the lines of a JsonLines file after the first `offset` bytes; the caller moves `offset`.
 
-    A file that replaces it is read from the start.
+    If the file has been replaced by another, `offset` is set to 0.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset, self._inode = path, 0, 0
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield (parsed line, offset of its end) for each line after `offset`; nothing without a file."""
+        """Yield (parsed line, offset of its end) for each line after `offset`; nothing without the file.
+
+        The parsed line is a dict (see `parse`).
+        """
         with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as file:
             stat = os.fstat(file.fileno())
             if stat.st_ino != self._inode or stat.st_size < self.offset:
@@ -207,9 +218,9 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def parse(raw: bytes) -> dict[str, Any] | None:
-    """Parse a line: {"step", "time", figures by name}.
+    """Parse a line to a dict: {"step": number, "time": Unix time, figure: value}.
 
-    None if it is incomplete or not a JSON object with the numbers step and time.
+    None if the line is incomplete or is not a JSON object with the numbers step and time.
     """
     try:
         line = json.loads(raw) if raw.endswith(b"\n") else None

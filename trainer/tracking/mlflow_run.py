@@ -47,8 +47,8 @@ class MlflowRun:
     def __init__(self, uri: str, facts: Facts, mlflow_run: str = "", patience: float = 60.0) -> None:
         """Prepare the connection; nothing is sent before `open`.
 
-        uri: of the server. facts: of the run. mlflow_run: MLflow's id of the run; "" if unknown. patience:
-        seconds that a request may take in all.
+        uri: address of the server. facts: the content of the run's facts.json. mlflow_run: MLflow's id of the
+        run; "" if unknown. patience: time-out of a request in seconds.
         """
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(patience)))
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
@@ -64,7 +64,7 @@ class MlflowRun:
     def open(self, running: bool) -> None:
         """Find or create the run on the server. running: whether to set its status to RUNNING.
 
-        Raises RunLostError if the server no longer has the run of the id that was given.
+        Raises RunLostError if `id` was known and the server no longer has the run with this id.
         """
         if self.id:
             found = self._ask(self._client.get_run, self.id)
@@ -79,7 +79,7 @@ class MlflowRun:
         self._describe(found.data.params, found.data.tags)
 
     def last_steps(self, left_out: str) -> dict[str, int]:
-        """{metric: its last step} of the metrics that the server has.
+        """The last step of each metric that the server has: {metric: step}.
 
         left_out: metrics whose names begin with this text are left out.
         """
@@ -98,9 +98,9 @@ class MlflowRun:
         return f"{shown_uri(server)}/#/experiments/{self._experiment}/runs/{self.id}"
 
     def log(self, points: Sequence[Point]) -> None:
-        """Send figures, BATCH_METRICS at most. Raises RunLostError or RefusedError.
+        """Send figures. points: at most BATCH_METRICS tuples (metric, value, Unix time, step).
 
-        points: (metric, value, Unix time, step) each.
+        Raises RunLostError if the server no longer has the run, RefusedError if it rejects the figures.
         """
         from mlflow.entities import Metric
 
@@ -110,7 +110,7 @@ class MlflowRun:
     def put(self, path: Path, folder: str) -> None:
         """Send the file `path` as an artifact.
 
-        folder: its folder among the run's artifacts; "" is the top folder.
+        folder: folder for the file among the run's artifacts; "" is the top folder.
         """
         self._ask(self._client.log_artifact, self.id, str(path), folder or None)
 
@@ -202,7 +202,7 @@ def is_server(uri: str) -> bool:
 
 
 def describe_failure(error: BaseException) -> str:
-    """What to log of a failed request: "does not answer (REASON)" or "is no MLflow server (REASON)"."""
+    """The text to log for a failed request: "does not answer (REASON)" or "is no MLflow server (REASON)"."""
     answer = re.search(r"failed with error code (\d+) != 200|not in a valid JSON format", str(error))
     if not answer:
         return f"does not answer ({reason(error)})"

@@ -1,7 +1,8 @@
-"""The names of a run's figures on an MLflow server: those of nanochat's logs, and ours in groups beside them.
+"""The names of a run's figures on an MLflow server.
 
-metrics.jsonl has the figures by their names here, as in every release; only what is sent is renamed. MLflow's
-page groups metrics by the part before the slash.
+Figures that nanochat logs too have nanochat's names. The other figures have names of their own, in groups:
+MLflow's page groups metrics by the part before the slash. metrics.jsonl keeps the names of earlier releases;
+figures are renamed only when they are sent.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ def metric_of(figure: str) -> str:
 
 
 def clean_key(name: str) -> str:
-    """A valid MLflow key: letters, digits, blanks and _-.:/, no relative path, KEY_CHARACTERS at most."""
+    """`name` as a valid MLflow key: letters, digits, blanks and _-.:/, no relative path, not too long.
+
+    Other characters become "_". The key has KEY_CHARACTERS characters at most.
+    """
     parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
     return "/".join(part for part in parts if part.strip(". "))[:KEY_CHARACTERS] or "_"

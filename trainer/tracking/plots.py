@@ -26,7 +26,7 @@ POINTS = 4_000  # of a line, about
 
 
 def prepare() -> None:
-    """Import matplotlib and draw an empty figure, so that `make_plots` takes 0.2 s and not 1.3 s later."""
+    """Import matplotlib and draw an empty figure, so that a later `make_plots` takes 0.2 s, not 1.3 s."""
     with _own_cache():
         from matplotlib.figure import Figure
 
@@ -36,7 +36,10 @@ def prepare() -> None:
 
 
 def make_plots(run_dir: Path) -> list[Path]:
-    """Draw the plots for which metrics.jsonl has figures; returns their paths. Newer plots are kept."""
+    """Draw the plots for which metrics.jsonl has figures; returns their paths.
+
+    If there are plots and all of them are at least as new as metrics.jsonl, nothing is drawn.
+    """
     folder = run_dir / files.PLOTS
     metrics = run_dir / files.METRICS
     made = list(folder.glob("*.png"))
@@ -64,7 +67,10 @@ Series = dict[str, tuple[list[int], list[float]]]
 
 
 def read_series(path: Path) -> Series:
-    """Read metrics.jsonl: {figure: (steps, values)}, fewer than 2 * POINTS points each. path: of the file."""
+    """Read metrics.jsonl. Returns {figure: (steps, values)}.
+
+    path: the file. Points are left out at equal distances, so that a figure has fewer than 2 * POINTS.
+    """
     counts: Counter[str] = Counter()
     for _, line in files.read_lines(path):
         counts.update(line.keys())

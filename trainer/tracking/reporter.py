@@ -25,10 +25,11 @@ SMOOTHING = 0.1  # weight of the newest step in the average share of sync, and i
 
 
 class StepCost(NamedTuple):
-    """Constants of a run from which its FLOPs, their rate and passes over the dataset are computed.
+    """Constants of a run from which its FLOPs, the FLOP rate and the passes over the dataset are computed.
 
-    flops_per_token: of forward and backward. gemm_rate: sum of the GEMM rates of all ranks in FLOP/s; None if
-    one was not measured. train_rows: rows of the training data.
+    flops_per_token: FLOPs of forward and backward for one token. gemm_rate: sum of the GEMM rates of all
+    ranks in FLOP/s; None if the rate of a rank was not measured. train_rows: number of rows of the training
+    data.
     """
 
     flops_per_token: int
@@ -39,16 +40,18 @@ class StepCost(NamedTuple):
 class Reporter:
     """Reports the figures of an attempt on this rank to run status, outcome, tracker and log.
 
-    plan, cost: of the run; set by `begin`. train_state: its progress.
-    tracker: on rank 0, with coordinator_failover on all ranks; else None. is_main: whether this is rank 0.
-    durations: seconds of this attempt's steps. prediction: of the placement, or None.
+    plan, cost: plan and step cost of the run; set by `begin`. train_state: the progress of the run.
+    tracker: the tracker of this rank: rank 0 has one; with coordinator_failover all ranks; else None.
+    is_main: whether this is rank 0.
+    durations: seconds of each step of this attempt; of an elastic run, since its members last changed.
+    prediction: the predicted step time, with which `compare` and `done` compare the measured one; or None.
     """
 
     plan: Plan
     cost: StepCost
 
     def __init__(self, run_status: RunStatus, attempt: Attempt, log: RunLogger, routine: bool = True) -> None:
-        """Report for this rank. run_status, attempt, log: of the rank.
+        """Prepare to report for this rank. run_status, attempt, log: of the rank.
 
         routine: whether this rank logs steps; one rank per host does so.
         """
@@ -69,7 +72,10 @@ class Reporter:
 
     @property
     def typical(self) -> float:
-        """Mean seconds of the last RECENT_STEPS steps; without the attempt's first, if there are others."""
+        """Mean seconds of a step, over the last RECENT_STEPS steps.
+
+        The first of `durations` is left out if there are others.
+        """
         return sum(self._recent) / len(self._recent)
 
     @property
@@ -87,7 +93,7 @@ class Reporter:
         return (self.plan.num_iterations - self.train_state.step) * self.typical
 
     def begin(self, plan: Plan, train_state: TrainState, cost: StepCost) -> None:
-        """Begin to report after the setup. plan, train_state, cost: of the run; the fields of these names."""
+        """Set the fields plan, train_state and cost after the setup, and report them."""
         self.plan, self.train_state, self.cost = plan, train_state, cost
         self.attempt.update(num_iterations=plan.num_iterations)
         # Without the loss, which shows that this attempt has made a step.
@@ -99,7 +105,7 @@ class Reporter:
     def update(self, **figures: Any) -> None:
         """Copy step, losses and checkpoint from the train state to the outcome.
 
-        figures: more figures for the run status, which then also gets the step.
+        figures: more figures, for the run status. If there are any, the run status also gets the step.
         """
         train_state = self.train_state
         self.attempt.update(
@@ -115,8 +121,8 @@ class Reporter:
     def step(self, loss: float, rate: float, lr: float, seconds: float, sent: int) -> None:
         """Report a finished step.
 
-        loss: in nats. rate: multiplier of the learning rates. lr: learning rate of Muon. seconds: of the
-        step. sent: bytes that this rank sent.
+        loss: training loss in nats per token. rate: multiplier of the learning rates. lr: learning rate of
+        Muon. seconds: duration of the step. sent: bytes that this rank sent in the step.
         """
         train_state, last = self.train_state, self.plan.num_iterations
         self.durations.append(seconds)
@@ -233,7 +239,8 @@ class Reporter:
     def core(self, metric: float, table: str, text: str) -> None:
         """Report an evaluation of CORE to tracker and log.
 
-        metric: the CORE metric. table: its tasks as CSV, for a file. text: for the log.
+        metric: the CORE metric. table: the results of its tasks as CSV, which become a file. text: text for
+        the log.
         """
         step = self.train_state.step
         if self.tracker is not None:
@@ -253,7 +260,7 @@ class Reporter:
     def shares(self, shares: Sequence[int], reason: str = "") -> None:
         """Report the batch split. shares: rows per rank.
 
-        reason: why it has changed, which is logged; "": it has not.
+        reason: why the batch split has changed; rank 0 logs this. If it is "", nothing is logged.
         """
         self.run_status.update(shares=list(shares))
         if self.tracker is None:
@@ -265,9 +272,9 @@ class Reporter:
             self.log.info(f"step {step}: {reason}", extra=fields("shares", step=step, shares=list(shares)))
 
     def members(self, hosts: int, ranks: int) -> None:
-        """Report the members of an elastic run after a change, and forget the seconds of steps.
+        """Report the members of an elastic run after a change, and clear `durations`.
 
-        hosts, ranks: their numbers.
+        hosts: the number of hosts. ranks: the number of ranks.
         """
         self.durations.clear()
         if self.tracker is not None:

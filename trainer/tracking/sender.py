@@ -8,7 +8,7 @@ input; an end of file without it means that rank 0 has died. The sender writes J
 
 {"log": text}             a line for the log
 {"unavailable": true}     the server does not answer; false: it answers again
-{"sent": n}               n figures were sent; 0: a file was sent. It shows progress
+{"sent": n}               n figures were sent; 0: a file was sent or plots are drawn. It shows progress
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ Report = Callable[[dict[str, Any]], None]  # handles a message, as above
 class Sender:
     """Sends the figures and files of a run directory that the server lacks.
 
-    run_dir: of the run. facts, cursor: contents of its facts.json and tracker.json. Methods raise exceptions
-    if the server fails. A later call then sends what is still missing.
+    run_dir: directory of the run. facts, cursor: contents of its facts.json and tracker.json. Methods raise
+    exceptions if the server fails. A later call then sends the missing figures and files.
     """
 
     def __init__(self, run_dir: Path, uri: str, patience: float, report: Report) -> None:
         """Read facts.json and tracker.json in `run_dir`.
 
-        uri: of the server. patience: seconds that a request may take, and from which on a lag is reported.
-        report: called with each message, a dict as at the top of this file.
+        uri: address of the server. patience: time-out of a request in seconds, and the shortest lag that is
+        reported (see `report_lag`). report: called with each message, a dict as at the top of this file.
         """
         self.run_dir, self.uri, self.report = run_dir, uri, report
         self.facts = Facts.load(run_dir)
@@ -114,8 +114,8 @@ class Sender:
     def finish(self, outcome: str | None) -> None:
         """Send the rest at the end of a run: figures, final status, plots and files.
 
-        outcome: from outcome.json; None if there is none. If it is retryable, the files are left for the next
-        attempt.
+        outcome: the outcome in outcome.json; None if there is none. If the outcome is retryable, plots and
+        files are not sent: the next attempt sends them.
         """
         self._recreate_if_lost(lambda: self._finish(outcome))
 
@@ -130,7 +130,10 @@ class Sender:
             work()
 
     def report_lag(self) -> None:
-        """Report that the server lacks figures since more than `patience` seconds, every REMIND_SECONDS."""
+        """Report a lag: that the server has lacked figures for more than `patience` seconds.
+
+        The report is repeated every REMIND_SECONDS.
+        """
         lines = [line for line, _ in itertools.islice(self._metrics, 1)]
         if not lines:
             return
@@ -219,7 +222,7 @@ def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
     """Send new figures until rank 0 reports the outcome or dies.
 
     Returns 0 if the server has everything, else 1. run_dir, uri, patience: as for Sender. messages: the pipe
-    to rank 0, for the JSON lines above.
+    to rank 0, for the JSON lines that the top of this file lists.
     """
 
     def report(message: dict[str, Any]) -> None:
@@ -283,8 +286,8 @@ def _prepare_plots() -> None:
 class OutcomeReader:
     """Reads the outcome of the run from standard input.
 
-    ended: whether rank 0 has sent it or has died. outcome: finished, stopped, retryable or final; None if
-    rank 0 has died or it has not come yet.
+    ended: whether rank 0 has sent the outcome or has died. outcome: finished, stopped, retryable or final;
+    None if rank 0 has died or has not sent it yet.
     """
 
     def __init__(self) -> None:
@@ -292,7 +295,10 @@ class OutcomeReader:
         self.outcome: str | None = None
 
     def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` for the outcome and read it. Then this process ends within a minute."""
+        """Wait at most `seconds` for the outcome and read it.
+
+        Once rank 0 has sent the outcome or has died, this process exits within CLOSING_SECONDS.
+        """
         if not self.ended and select.select([sys.stdin.fileno()], [], [], seconds)[0]:
             self.ended = True
             self.outcome = sys.stdin.readline().strip() or None
@@ -327,9 +333,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`track`: send the figures and files that the server lacks of a run that has ended. Safe to repeat.
+    """Run `track`: send the figures and files of an ended run that the server lacks. Safe to repeat.
 
-    Returns 0 if the server then has everything, 1 if it fails. Raises ConfigError.
+    Returns 0 if the server then has everything, 1 if the server fails. Raises ConfigError if the address or
+    the run directory cannot be used, or if another process sends this run already.
     """
     uri = args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:

@@ -25,7 +25,7 @@ NOT_AVAILABLE = (OSError, RuntimeError, NotImplementedError, AttributeError, Val
 class SystemSampler:
     """A thread that writes a sample of the system metrics to system.jsonl every `every_seconds`.
 
-    run_dir: has the file. `close` writes one more sample.
+    run_dir: the folder of system.jsonl. `close` writes one more sample.
     """
 
     def __init__(self, run_dir: Path, every_seconds: float = SAMPLE_SECONDS) -> None:
@@ -53,7 +53,7 @@ class SystemSampler:
                 self._lines.write(number, self.sample(), time.time())
 
     def sample(self) -> dict[str, float]:
-        """The metrics that this host provides: system/NAME -> value, with the unit at the end of the name."""
+        """The metrics that this host provides, {"system/NAME": value}; NAME ends with the unit."""
         figures: dict[str, float] = {}
         for read in (self._usage, self._network, _sensors, _frequency):
             with contextlib.suppress(*NOT_AVAILABLE):

@@ -33,9 +33,9 @@ def facts_of(
     """The content of facts.json for this attempt.
 
     run_file, plan, model, rows: run file, plan, model and packed rows of the run.
-    config_digest: digest of its settings.
-    hashes: {name: digest} of its data.
-    hosts: of the ranks, in rank order. host_facts: {fact: text} of each rank.
+    config_digest: digest of the run's settings.
+    hashes: {name: digest} of the run's data.
+    hosts: the host of each rank, in rank order. host_facts: {fact: text} of each rank, in rank order.
     more_tags: {tag: text} of the placement.
     Settings and values derived from them become params; the rest becomes tags.
     """

@@ -47,8 +47,9 @@ class Tracker:
     ) -> None:
         """Write facts.json; drop the lines of metrics.jsonl after `resume_step`, whose steps are repeated.
 
-        run_dir: of the run. facts: content of facts.json. uri: of the MLflow server; "": no sender. log:
-        called with each message. is_main: whether this rank is rank 0, which also measures the system.
+        run_dir: directory of the run. facts: content of facts.json. uri: address of the MLflow server; "": no
+        sender. log: called with each message. is_main: whether this rank is rank 0, which also samples the
+        system metrics.
         """
         self._run_dir = run_dir
         facts.save(run_dir)
@@ -71,21 +72,22 @@ class Tracker:
 
     @property
     def last_step(self) -> int:
-        """The step of the last line in metrics.jsonl; -1 without one."""
+        """The step of the last line in metrics.jsonl; -1 if there is no line."""
         return self._metrics.last_step
 
     def lines_from(self, step: int) -> bytes:
-        """The lines of metrics.jsonl from `step` on."""
+        """The lines of metrics.jsonl from the step `step` on."""
         return b"".join(raw for raw, line in files.read_lines(self._path) if line["step"] >= step)
 
     def drop_after(self, step: int) -> None:
-        """Drop the lines of metrics.jsonl after `step`, because these steps are trained again."""
+        """Drop the lines of metrics.jsonl of later steps than `step`: these steps are trained again."""
         self._metrics.drop_after(step)
 
     def take_lines(self, lines: bytes) -> None:
-        """Replace the lines of the last step, of which some may be missing, and those after it.
+        """Add to metrics.jsonl the lines that it lacks, from the file of another host.
 
-        lines: whole lines of the metrics.jsonl of another host, from this step or an earlier one on.
+        lines: whole lines of that file, beginning with `last_step` of this file or an earlier step. The lines
+        of `last_step` are replaced, because some of them may be missing. Lines of earlier steps are ignored.
         """
         last = self.last_step
         self.drop_after(last - 1)
@@ -107,7 +109,11 @@ class Tracker:
         write_whole(self._run_dir / folder / name, text.encode())
 
     def close(self, outcome: str, hurry: bool = False) -> None:
-        """End the tracking. Waits while the sender makes progress, at most 30 s, with `hurry` at most 1 s."""
+        """End the tracking. Waits while the sender makes progress, at most 30 s.
+
+        outcome: finished, stopped, retryable or final. If `hurry` is true or the outcome is retryable, waits
+        at most 1 s.
+        """
         if self._system is not None:
             self._system.close()
         if self._sender is not None:
@@ -117,8 +123,8 @@ class Tracker:
 class SenderProcess:
     """Runs the sender process (trainer.tracking.sender) from a thread, and restarts it if it crashes.
 
-    run_dir: of the run. uri: of the server. log: called with each message. Messages of the sender arrive
-    through a separate pipe. Its other output is written to standard error.
+    run_dir: directory of the run. uri: address of the server. log: called with each message. Messages of the
+    sender arrive through a separate pipe. The sender's other output is written to standard error.
     """
 
     def __init__(self, run_dir: Path, uri: str, log: Log) -> None:
@@ -135,7 +141,7 @@ class SenderProcess:
     def close(self, outcome: str, hurry: bool) -> None:
         """Send the outcome to the process, wait while it sends the rest, then kill it.
 
-        It may be called again; a second call does nothing.
+        hurry: whether to wait at most 1 s. A second call does nothing.
         """
         with self._lock:
             if self._closing.is_set():
