@@ -5,18 +5,24 @@ after 1,400 steps of this model, and later a thousandfold more from one step to 
 the disturbed run differs from one rank by more than 1e-10 is continued a second time, with other
 micro-batches. Where these two differ by more, now or a few steps later, the disturbed run may differ by WIDER
 times as much. A wrong row or a lost update is seen in the third digit.
+
+Two processes continue one piece after the other, because a process takes longer to start than to train one.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import multiprocessing
+import os
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from .test_elastic import undisturbed
+from .test_elastic import MODEL, STEPS
 
 MOST_STEPS = 60  # between two checkpoints
 TOLERANCE, WIDER, LATER = 1e-10, 1000.0, 3
@@ -32,7 +38,8 @@ def check_losses(folder: Path, dataset: Path, losses: Losses, **settings: object
     assert saved[-1] == max(map(max, losses.values())), "the last step is saved"
     assert max(end - start for start, end in pieces) < MOST_STEPS, saved
     check = partial(_check_piece, losses, partial(_continue, folder, dataset, settings))
-    with ThreadPoolExecutor(2) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, spawn, _one_thread, max_tasks_per_child=100) as pool:
         others = sum(pool.map(check, pieces))
     print(f"{saved[-1] - others} of {saved[-1]} steps equal at {TOLERANCE:g}, the others at more", flush=True)
 
@@ -61,12 +68,45 @@ def _check_piece(
     return equal.count(False)
 
 
+def _one_thread() -> None:
+    """Prepare a process that continues pieces: it computes with one thread, and prints nothing."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def _continue(
-    folder: Path, dataset: Path, settings: Mapping[str, object], start: int, end: int, rows: int
+    folder: Path, dataset: Path, settings: Mapping[str, Any], start: int, end: int, rows: int
 ) -> list[float]:
     """The losses of the steps `start` + 1 to `end` of one rank, from the checkpoint of step `start`."""
+    from trainer.config import RunConfig, RunFile
+    from trainer.health.attempt import Attempt
+    from trainer.host.logger import RunLogger
+    from trainer.host.rank_env import RankEnv
+    from trainer.train import Trainer
+
+    class Reached(Exception):  # noqa: N818
+        """Raised after the step `end`."""
+
+    class Piece(Trainer):
+        def train_step(self, step: int) -> None:
+            if step == end:
+                raise Reached
+            super().train_step(step)
+
     run_dir, name = folder / f"from-{start}-{rows}", f"step_{start:06}"
     (run_dir / "checkpoints").mkdir(parents=True)
     if start:
         shutil.copytree(folder / "checkpoints" / name, run_dir / "checkpoints" / name)
-    return undisturbed(dataset, run_dir, end - start, **settings, device_batch_size=rows)[: end - start]
+    knobs = {**MODEL, "num_iterations": STEPS, **settings, "device_batch_size": rows}
+    run_id = knobs.pop("run_id")
+    attempt = Attempt(run_dir, RankEnv())
+    attempt.begin()
+    run_file = RunFile(run_id, RunConfig.from_strings(knobs))
+    try:
+        Piece(run_file, dataset, run_dir, RankEnv(), attempt, RunLogger(RankEnv())).run()
+    except Reached:
+        attempt.end("final", "The piece ends here.")
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if "loss" in line]
+    shutil.rmtree(run_dir)
+    return losses
