@@ -55,7 +55,7 @@ class Demo:
 
     @property
     def where(self) -> str:
-        """Path of the lab's inventory, relative to ROOT; "" for the lab `lab`, the default of ansible.cfg."""
+        """The inventory of the lab, relative to ROOT; "" if ansible.cfg names it: that of the lab "lab"."""
         return "" if self.lab == "lab" else f".lab/{self.lab}/inventory"
 
     @property

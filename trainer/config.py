@@ -249,7 +249,7 @@ class RunConfig:
         return hashlib.sha256(canonical_json(settings)).hexdigest()
 
     def default_run_id(self) -> str:
-        """The name of a run without a given name, such as "d8-1a2b3c4d": depth, and start of the digest."""
+        """The name of a run if none is given, such as "d8-1a2b3c4d": depth, and start of `digest`."""
         return f"d{self.depth}-{self.digest()[:8]}"
 
     def to_dict(self) -> dict[str, Any]:

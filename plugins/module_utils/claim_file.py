@@ -50,8 +50,8 @@ def refusal(
     """Why this fleet may not change a host, as a message; "" if it may.
 
     claim: the claim of the host (see `parse`). fleet_id: name of this fleet. hosts: {name: address} of the
-    hosts of this fleet. host: name of the host to change. partial: whether the claim also counts as this
-    fleet's if one of the two lists of hosts contains the other.
+    hosts of this fleet. host: name of the host to change. partial: if True, the claim also counts as
+    this fleet's if its hosts are a subset of `hosts`, or `hosts` a subset of its hosts.
     """
     if not claim or claim["fleet_id"] == fleet_id or claim["hosts"] == hosts:
         return ""

@@ -67,7 +67,7 @@ def folder_digest(folder: Path) -> dict[str, Any]:
     whole = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
-            raise ValueError(f"{path} is a link. Replace it by the file, and type the same command again")
+            raise ValueError(f"{path} is a link. Replace it by the file, and repeat the command")
         if path.is_file():
             with path.open("rb") as file:
                 content = hashlib.file_digest(file, "sha256").digest()

@@ -157,8 +157,9 @@ def _resumed(
         fix = (
             f"repeat the command with -e run_id=NAME  (a new run, from the newest checkpoint of {base}). Or, "
             f"if fetch.yml has copied {step} to runs/{base}/{host} on the controller, send it back to "
-            f"{host}, then repeat the command: ansible coordinator -m ansible.posix.synchronize -b -a "
-            f"'src=runs/{base}/{host}/checkpoints/{step} dest={RUNS}/{base}/checkpoints/'"
+            f"{host} with: ansible coordinator -m ansible.posix.synchronize -b -a "
+            f"'src=runs/{base}/{host}/checkpoints/{step} dest={RUNS}/{base}/checkpoints/', then repeat the "
+            "command that failed"
         )
         raise RefusedError(finding("NF427", host, problem, fix))
     return {

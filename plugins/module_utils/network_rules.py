@@ -64,10 +64,10 @@ def rules(
 def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
     """The connections that were tried between these hosts, in the form that doctor_paths takes.
 
-    hosts: names. hostvars: variables by host, with the registered results of the tasks. low, high: the port
-    range of a run. Two things are left out: listeners on ports that the kernel chose, because in check mode
-    the kernel still chooses ports outside of the port range, and round-trip times, because only the doctor
-    reports them.
+    hosts: names. hostvars: variables by host, with the results of the tasks that tried the connections.
+    low, high: the first and the last port of the port range of a run. Listeners on ports that the kernel
+    chose are left out: in check mode the port range is not set on the hosts yet, and such a port may be
+    outside of it. Round-trip times are left out, because only the doctor reports them.
     """
 
     def fixed(ports: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -213,7 +213,7 @@ def test_a_killed_rank_ends_the_evaluation_which_continues(site: Site, base: str
     seconds = time.monotonic() - started
     said = " ".join(play.output.split())
     assert "NF454: The evaluation has not finished." in said
-    assert "type the same command again" in said
+    assert "then repeat the command" in said
     site.nothing_is_left()
     again = site.play("eval.yml", base, core=BUNDLE)
     assert "The results of" in again

@@ -39,9 +39,9 @@ def evaluate(
     """Compute bits per byte and loss on the first rows of a split.
 
     A collective call; all ranks return the same result.
-    rows: (n, T+1) token ids. In a split of conversations, only tokens with the bit TRAINED are targets.
-    token_bytes: (V,) number of bytes in the text of each token; 0 for special tokens, which val_bpb leaves
-        out.
+    rows: (n, T+1) token ids. In rows of conversations, the highest bit of an id, TRAINED, marks the targets.
+    token_bytes: (V,) number of bytes in the text of each token; 0 for special tokens, which count for the
+        loss but not for the bits per byte.
     eval_tokens: number of positions to evaluate, rounded up to whole rows of T; at most all rows.
     device_batch_size: number of rows in a forward pass.
     group: the ranks.

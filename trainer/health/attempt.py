@@ -178,9 +178,10 @@ def run_attempt(
 ) -> int:
     """Run one attempt at a run on this rank and write its outcome file; returns the exit code.
 
-    run_dir, env, log: of this rank. make: returns the run file. start: called as start(run file, attempt,
-    log); trains to the end, and returns the reason for the outcome `finished`, a sentence. If `make` or
-    `start` raises an exception, the outcome follows from that exception.
+    run_dir, env, log: of this rank. make: returns what `start` gets as its first argument, such as the
+    content of the run file. start: called as start(run, attempt, log); trains to the end, and returns the
+    reason for the outcome `finished`, a sentence. If `make` or `start` raises an exception, the outcome
+    follows from that exception.
     """
     set_up_streams()
     attempt = Attempt(run_dir, env)

@@ -173,8 +173,8 @@ class Numerics:
 class Options:
     """What this rank can compute on, before the device of the run is chosen.
 
-    cpu: the arithmetic on the CPU.
-    cuda: the arithmetic on the GPU of this local rank; None if there is no GPU for it.
+    cpu: device, number formats and threads on the CPU; also there if `refusals` has "cpu".
+    cuda: the same on the GPU of this local rank; None if the host has no GPU for this rank.
     gpus: number of GPUs of the host.
     refusals: {"cpu" or "cuda": a sentence, why that device cannot be used}.
     """

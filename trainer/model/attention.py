@@ -52,9 +52,9 @@ def window_mask(n_query: int, n_key: int, window: int, device: torch.device) -> 
 def attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int, grouped: bool) -> Tensor:
     """Causal attention: each query sees the key at its own position and `window` keys before it.
 
-    q_BHTE: queries, (B, H, T, E), at the last positions of the keys. k_BHTE, v_BHTE: keys and values, (B,
-    heads, tokens, E). grouped: whether there are fewer heads of keys than of queries. Returns a tensor of q's
-    shape.
+    q_BHTE: queries, (B, H, T, E). k_BHTE, v_BHTE: keys and values, (B, heads, tokens, E), tokens >= T; the
+    queries belong to the last T of these positions. grouped: whether there are fewer heads of keys than of
+    queries. Returns a tensor of q's shape.
     """
     n_query, n_key = q_BHTE.size(2), k_BHTE.size(2)
     if n_query == n_key and q_BHTE.device.type == "cpu":
