@@ -25,7 +25,7 @@ def measured(tokens: int, seconds: float, ranks: int = 1, sync: str = "", **more
         "counted_mean": 180e6,
         "sent": 190e6,
         "sent_mean": 190e6,
-        "reduce_goodput": 100e6 if ranks > 1 else None,
+        "reduce_bandwidth": 100e6 if ranks > 1 else None,
         "link_mbit": None,
     } | more.pop("of_rank", {})
     return {

@@ -88,7 +88,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert result["step_seconds_mean"] == pytest.approx(sum(result["step_seconds_all"]) / 4, rel=0.2), (
         "a step ends where measuring begins"
     )
-    assert rank["reduce_goodput"] is None
+    assert rank["reduce_bandwidth"] is None
     assert result["predicted_seconds"] is None, "there is nothing to hold one process against"
     left = [path.name for path in tmp_path.iterdir() if path.name.startswith("nanofleet")]
     assert left == []
@@ -102,7 +102,7 @@ def test_ranks_count_what_they_send(tmp_path: Path) -> None:
     exact = bench(tmp_path, "--depth", "2", "--steps", "3", "--sync", "exact", ranks=2)
     assert dense["shares"] == [2, 2]
     for rank in (*dense["ranks"], *exact["ranks"]):
-        assert rank["reduce_goodput"] > 1e6
+        assert rank["reduce_bandwidth"] > 1e6
         assert len(rank["rates_all"]) == 4, "before, between and after the steps that count"
         assert rank["sent"] > 0.9 * rank["counted"]  # both ranks' traffic goes over loopback
     assert exact["ranks"][0]["counted"] < dense["ranks"][0]["counted"] / 2
@@ -147,7 +147,7 @@ def test_plain_ddp_trains_as_exact_does(split: tuple[str, str], tmp_path: Path, 
 def test_an_all_reduce_of_the_bytes_of_a_step_is_timed(tmp_path: Path) -> None:
     for rank in bench(tmp_path, "--depth", "2", "--steps", "2", "--ddp", ranks=2)["ranks"]:
         assert rank["reduce_measured"] > 0
-        assert rank["reduce_computed"] > 0.99 * rank["counted"] / rank["reduce_goodput"]
+        assert rank["reduce_computed"] > 0.99 * rank["counted"] / rank["reduce_bandwidth"]
 
 
 @pytest.mark.parametrize(

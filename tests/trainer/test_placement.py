@@ -143,8 +143,8 @@ def work(tables: int = 80_000_000) -> StepWork:
     )
 
 
-def predictor(*speeds: Speed, goodput: float = 1.1e8) -> CostModel:
-    return CostModel(speeds, Link(goodput, 1e-3), work(), [f"host-{n}" for n in range(1, 1 + len(speeds))])
+def predictor(*speeds: Speed, bandwidth: float = 1.1e8) -> CostModel:
+    return CostModel(speeds, Link(bandwidth, 1e-3), work(), [f"host-{n}" for n in range(1, 1 + len(speeds))])
 
 
 def test_what_is_sent_by_mode() -> None:
@@ -161,9 +161,9 @@ def test_the_faster_mode_is_chosen_among_those_allowed() -> None:
     even = predictor(Speed(1.4, 2.0, 0.4), Speed(1.4, 2.0, 0.4))
     assert choose_mode(even, 16, ["dense", "exact"]) == "exact"
     assert choose_mode(even, 4, ["dense", "exact", "fast"]) == "fast"
-    near = predictor(Speed(1.4, 2.0, 0.4), Speed(1.4, 2.0, 0.4), goodput=1e12)
+    near = predictor(Speed(1.4, 2.0, 0.4), Speed(1.4, 2.0, 0.4), bandwidth=1e12)
     assert choose_mode(near, 4, ["dense", "exact"]) == "exact", "a rank steps half of the rows"
-    near = predictor(Speed(1.4, 2.0, 0.01), Speed(1.4, 2.0, 0.01), goodput=1e12)
+    near = predictor(Speed(1.4, 2.0, 0.01), Speed(1.4, 2.0, 0.01), bandwidth=1e12)
     assert choose_mode(near, 4, ["dense", "exact"]) == "dense", "no difference to speak of"
     assert even.step("exact", 16) < even.single_host(16)[0] / 1.5
     assert warn_of_baseline(even, 16, 1024, "exact") == ""
@@ -172,7 +172,7 @@ def test_the_faster_mode_is_chosen_among_those_allowed() -> None:
 def test_a_second_host_that_does_not_pay_is_told() -> None:
     """With the tokens a step from which it would pay, where there are any within reach."""
     slow_link, link = (
-        predictor(Speed(0.2, 0.3, 0.1), Speed(0.3, 0.3, 0.1), goodput=rate) for rate in (1.2e7, 2e8)
+        predictor(Speed(0.2, 0.3, 0.1), Speed(0.3, 0.3, 0.1), bandwidth=rate) for rate in (1.2e7, 2e8)
     )
     for each in (slow_link, link):
         said = warn_of_baseline(each, 4, 1024, "dense")

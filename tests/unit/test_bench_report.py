@@ -28,7 +28,7 @@ def test_ratio_and_bound_of_a_pair() -> None:
 
 
 def test_a_slow_link_bounds() -> None:
-    slow = {"reduce_goodput": 11e6}
+    slow = {"reduce_bandwidth": 11e6}
     results = {
         "solo-2048": measured(2048, 7.0),
         "solo-4096": measured(4096, 12.0),
@@ -99,7 +99,7 @@ def test_cases_are_compared_with_plain_ddp_of_the_same_work() -> None:
 
 
 def test_the_first_table_goes_from_one_process_to_all_hosts_and_gpus() -> None:
-    reduces = {"reduce_measured": 2.5, "reduce_computed": 1.9, "reduce_goodput": 100e6}
+    reduces = {"reduce_measured": 2.5, "reduce_computed": 1.9, "reduce_bandwidth": 100e6}
     four = measured(4096, 9.0, ranks=2, sync="exact") | {"hosts": ["a"] * 4, "world_size": 4}
     results = {
         "gpu-4096-on-a": measured(4096, 0.5, of_rank={"device": "cuda"}),

@@ -20,7 +20,7 @@ def result(sync: str, seconds: float, sent: float) -> dict[str, Any]:
     rank = {
         "compute_dtype": "float32", "device": "cpu", "cpu": "a CPU", "processor": "x", "threads": 4,
         "peak_rss": 3e9, "cpu_share": 1.0, "rates": {"gemm": 1e11, "copy": 1e10}, "counted": sent,
-        "sent": sent, "reduce_goodput": 1e8, "reduce_measured": 2.0, "reduce_computed": 2.0, "rows": 2,
+        "sent": sent, "reduce_bandwidth": 1e8, "reduce_measured": 2.0, "reduce_computed": 2.0, "rows": 2,
     }  # fmt: skip
     return {
         "schema": SCHEMA, "depth": 8, "parameters": 125_829_354, "sequence_len": 1024, "tokens": 4096,

@@ -107,9 +107,9 @@ def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
     device, step_seconds, predicted_seconds, tok_per_s, share_of_limit, peak_rss (bytes), gemm (FLOP/s, by
     rank) and cpu_share.
     With several ranks: payload (bytes that a rank sends in a step), payload_by_interface (the same by the
-    counter of the interface), goodput (effective bandwidth in bytes/s), and the seconds that the payload
-    takes: reduce_seconds (computed from goodput), reduce_measured (measured), link_seconds (computed from the
-    rate of the link).
+    counter of the interface), bandwidth (the effective bandwidth in bytes/s), and the seconds that the
+    payload takes: reduce_seconds (computed from bandwidth), reduce_measured (measured), link_seconds
+    (computed from the rate of the link).
     If the single-host baseline was measured: ratio (to this baseline), bound (of this ratio), share_of_bound,
     bound_by. If the case `ddp` was measured: over_ddp (factor over it).
     """
@@ -163,7 +163,7 @@ def _transfers(result: Result, link_mbit: float) -> Row:
     """
     ranks, suffix = result["ranks"], "_mean" if result["sync"] == "local" else ""
     payload = max(rank[f"counted{suffix}"] for rank in ranks)
-    goodput = min(rank["reduce_goodput"] for rank in ranks)
+    bandwidth = min(rank["reduce_bandwidth"] for rank in ranks)
     sent = [rank[f"sent{suffix}"] for rank in ranks if rank[f"sent{suffix}"] is not None]
     link = link_mbit or min((rank.get("link_mbit") or 0 for rank in ranks), default=0)
     if len(set(result["hosts"])) == 1:  # ranks of one host use no link
@@ -171,8 +171,8 @@ def _transfers(result: Result, link_mbit: float) -> Row:
     return {
         "payload": payload,
         "payload_by_interface": max(sent, default=None),
-        "goodput": goodput,
-        "reduce_seconds": max(rank.get("reduce_computed") or payload / goodput for rank in ranks),
+        "bandwidth": bandwidth,
+        "reduce_seconds": max(rank.get("reduce_computed") or payload / bandwidth for rank in ranks),
         "reduce_measured": max(rank.get("reduce_measured") or 0.0 for rank in ranks) or None,
         "link_seconds": payload * 8 / (link * 1e6) if link else None,
     }
@@ -322,7 +322,7 @@ TRANSFERS: Columns = {
     "case": lambda row: row["case"],
     "sent a step, MB": lambda row: _megabytes(row["payload"]),
     "by the interface, MB": lambda row: _megabytes(row["payload_by_interface"]),
-    "all-reduce, MB/s": lambda row: _megabytes(row["goodput"]),
+    "all-reduce, MB/s": lambda row: _megabytes(row["bandwidth"]),
     "measured, s": lambda row: _seconds(row["reduce_measured"]),
     "computed, s": lambda row: _seconds(row["reduce_seconds"]),
     "by bytes and link, s": lambda row: _seconds(row["link_seconds"]),

@@ -148,7 +148,7 @@ class BenchTrainer(Trainer):
         in a step, while no rank computes. reduce_computed: by the cost model.
         """
         if self.group.world_size == 1:
-            return dict.fromkeys(("reduce_goodput", "reduce_measured", "reduce_computed"))
+            return dict.fromkeys(("reduce_bandwidth", "reduce_measured", "reduce_computed"))
         mean = statistics.mean if self.sync_name == "local" else statistics.median
         mine = round(mean(end.counted - begin.counted for begin, end in self._spans()))
         sent = int(self.group.gather_int64(torch.tensor([mine])).max())
@@ -158,7 +158,7 @@ class BenchTrainer(Trainer):
                 statistics.median(getattr(link, name) for link in links) for name in ("bandwidth", "latency")
             )
             return {
-                "reduce_goodput": bandwidth,
+                "reduce_bandwidth": bandwidth,
                 "reduce_measured": self._seconds_of_all_reduce(sent),
                 "reduce_computed": transfer_seconds(sent, Link(bandwidth, latency)),
             }

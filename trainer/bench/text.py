@@ -58,12 +58,12 @@ def _lines_of(rank: Result) -> list[str]:
         f"{max(gemm) / 1e9:,.0f}, measured {len(gemm)} times), copy {rates['copy'] / 1e9:.1f} GB/s; "
         f"memory at most {rank['peak_rss'] / 1e9:.2f} GB; {percent(rank['cpu_share'])} of its cores",
     ]
-    if rank["reduce_goodput"]:
+    if rank["reduce_bandwidth"]:
         seen = f", {rank['sent'] / 1e6:,.1f} MB by {rank['interface']}'s counter" if rank["sent"] else ""
         lines.append(
             f"    sends {rank['counted'] / 1e6:,.1f} MB a step by count{seen}; the effective bandwidth of an "
-            f"all-reduce is {rank['reduce_goodput'] / 1e6:,.1f} MB/s, so the transfers of a step take at "
-            f"least {rank['counted'] / rank['reduce_goodput']:.2f} s"
+            f"all-reduce is {rank['reduce_bandwidth'] / 1e6:,.1f} MB/s, so the transfers of a step take at "
+            f"least {rank['counted'] / rank['reduce_bandwidth']:.2f} s"
         )
     return lines
 
