@@ -51,6 +51,10 @@ def lab(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab
 def test_a_disturbed_run_has_the_losses_of_an_undisturbed_one(
     lab: Lab, dataset: Path, tmp_path: Path
 ) -> None:
+    for host in range(1, HOSTS + 1):
+        limits = "{{.HostConfig.CpuQuota}} {{.HostConfig.CpuPeriod}}"
+        quota, period = map(int, lab.podman("inspect", "--format", limits, lab.host(host)).split())
+        assert quota == CPU_SHARE * period
     lab.wait(lambda: len(lab.steps) > CALM_STEPS, "the first steps")
     fetched, ended = tmp_path / "checkpoints", threading.Event()
     fetched.mkdir()
