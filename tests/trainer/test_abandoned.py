@@ -1,4 +1,4 @@
-"""A process group that is given up while a collective waits for a rank that is alive."""
+"""Process groups that are given up while a rank is alive and waits for nothing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from conftest import free_port
 pytestmark = pytest.mark.processes
 
 RANK = """
-import sys, time
+import os, signal, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
 from trainer.distributed.process_group import Collectives, Peer, PeerLost
 from trainer.host.rank_env import RankEnv
 
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
-peers = [Peer(each, f"host-{each}", "127.0.0.1") for each in range(2)]
-group = Collectives.open(RankEnv(rank, 2, 0, 1, f"host-{rank}", "127.0.0.1", port), peers, store)
+rank, ranks, port = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
+peers = [Peer(each, f"host-{each}", "127.0.0.1") for each in range(ranks)]
+group = Collectives.open(RankEnv(rank, ranks, 0, 1, f"host-{rank}", "127.0.0.1", port), peers, store)
+store.set(str(rank), "connected")
+if rank == 2:
+    sys.exit(os.kill(os.getpid(), signal.SIGKILL))
 if rank:
     sys.stdin.read()  # alive, and it never sends
     sys.exit()
@@ -32,6 +35,24 @@ def threads():
     return sum("gloo" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
 
 
+def connections():
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    connected = {int(line[9]) for line in lines if line[3] == "01"}
+    to_store = {int(line[9]) for line in lines if f":{port:04X}" in line[1] + line[2]}
+    return (connected - to_store) & sockets
+
+
+def wait_until(holds, what):
+    began = time.monotonic()
+    while not holds():
+        time.sleep(0.05)
+        assert time.monotonic() - began < 20, what
+
+
+sockets = set(group._sockets)
+"""
+
+UNANSWERED = """
 assert threads()
 group.interruption = lambda: "The members change."
 try:
@@ -39,27 +60,37 @@ try:
 except PeerLost as error:
     assert "The members change." in str(error)
 group.abandon()
-began = time.monotonic()
-while threads():
-    time.sleep(0.05)
-    assert time.monotonic() - began < 20, "threads of Gloo are left"
+wait_until(lambda: not threads(), "threads of Gloo are left")
+print("ended")
+"""
+
+FAILED = """
+pending = group.start_broadcast(torch.ones(1000), 2)  # which keeps the handle, as a traceback does
+try:
+    group.wait([pending])
+except PeerLost:
+    pass
+assert connections(), "to the rank that is alive"
+group.abandon()
+wait_until(lambda: not connections(), "connections are left")
 print("ended")
 """
 
 
-def test_its_threads_end_although_the_other_rank_is_alive() -> None:
+def check(script: str, count: int) -> None:
+    """Run the script on rank 0, beside ranks that connect and then wait; the third one dies."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command, port = [sys.executable, "-c", RANK], str(free_port())
+    command, port = [sys.executable, "-c", RANK + script], str(free_port())
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), port],
+            [*command, str(rank), str(count), port],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(count)
     ]
     try:
         out, err = ranks[0].communicate(timeout=60)
@@ -68,3 +99,11 @@ def test_its_threads_end_although_the_other_rank_is_alive() -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def test_its_threads_end_although_the_other_rank_is_alive() -> None:
+    check(UNANSWERED, 2)
+
+
+def test_its_connections_end_although_something_refers_to_a_collective_that_has_failed() -> None:
+    check(FAILED, 3)

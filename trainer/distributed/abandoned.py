@@ -2,7 +2,9 @@
 
 Gloo ends such a collective only after its time-out, which is minutes. Until then a thread of Gloo may use a
 whole core: it polls a socket that is always writable, although the tensor to send is gone (seen with torch
-2.13). So the connections of the group are shut down; its collectives then fail at once, on both sides.
+2.13). It may do so even if the collective has failed on this rank, as long as something refers to torch's
+handle of the collective, such as the traceback of its error: the handle keeps the connections to all ranks.
+So the connections of the group are shut down; its collectives then fail at once, on both sides.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -38,18 +41,26 @@ def watched_sockets() -> set[int]:
 def drop(
     groups: list[Any], in_flight: dict[int, tuple[Any, Any]], sockets: Collection[int], store_port: int
 ) -> None:
-    """Wait until no collective is in flight, then drop process groups with their threads and sockets.
+    """Drop process groups with their threads and sockets, and shut down the connections that are left.
 
-    Shuts down the connections if collectives are in flight for more than GRACE_SECONDS. groups: torch's
-    handles of the process groups. in_flight: {id: (torch's handle of a collective, its tensors)}. Both are
-    cleared at the end, and keep their contents in memory until then. sockets: inode numbers of the groups'
-    sockets (see `watched_sockets`). store_port: port of the rendezvous store, whose connections stay open.
+    The connections are shut down after GRACE_SECONDS. groups: torch's handles of the process groups.
+    in_flight: {id: (torch's handle of a collective, its tensors)}. Both keep their contents until no
+    collective is in flight, and are then cleared. sockets: inode numbers of the groups' sockets (see
+    `watched_sockets`). store_port: port of the rendezvous store, whose connections stay open.
     """
-    began = time.monotonic()
+    ending = threading.Thread(target=_clear, args=(groups, in_flight), name="abandoned group", daemon=True)
+    ending.start()
+    time.sleep(GRACE_SECONDS)
+    _shut_down(sockets, store_port)
+    while ending.is_alive():
+        time.sleep(POLL_SECONDS)
+        _shut_down(sockets, store_port)
+
+
+def _clear(groups: list[Any], in_flight: dict[int, tuple[Any, Any]]) -> None:
+    """Wait until no collective is in flight, and clear both. The destructor of a group waits for its rest."""
     while not all(work.is_completed() for work, _ in in_flight.values()):
         time.sleep(POLL_SECONDS)
-        if time.monotonic() - began > GRACE_SECONDS:
-            _shut_down(sockets, store_port)
     in_flight.clear()
     groups.clear()
 
