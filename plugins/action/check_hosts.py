@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
-from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import reported
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import UNCHANGED, reported
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_hosts import facts_of, host_findings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_run import run_findings, run_settings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_use import use_findings
@@ -29,4 +29,7 @@ class ActionModule(ControllerAction):
         }
         claims = {host: each.get("claim", "") for host, each in facts.items()}
         settings = run_settings(facts, asked["run"])
-        return {**reported(findings), "logins": logins, "claims": claims, "settings": settings}
+        # setup.yml has set up a host before it lets it join.
+        trains = asked["run"]["asked"] and any(each.get("active") for each in facts.values())
+        state = "the active run was not changed" if trains else UNCHANGED
+        return {**reported(findings, state), "logins": logins, "claims": claims, "settings": settings}

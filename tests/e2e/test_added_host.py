@@ -46,7 +46,7 @@ def test_a_new_host_joins_by_its_setup(three: Three, home: Fleet, dataset: Path,
     home.inventory.write_text(listed.replace(line, small))
     worker.has_ranks(2)
     refused = " ".join(home.play("setup.yml", fails=True, data_dir=dataset).stdout.split())
-    assert f"NF401: {three.name(LAST)}: Depth 1 needs about" in refused
+    assert f"1 finding; the active run was not changed. NF401 {three.name(LAST)} Depth 1 needs" in refused
     assert "the setting fleet_memory allows 0.5 GiB" in refused
     worker.has_ranks(2)
 
