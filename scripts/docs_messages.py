@@ -33,7 +33,6 @@ WORDS = {
     "problem": "reason and fix",
     "several": "list of the runs, and the command that ends one of them",
     "launch_busy": "reason and fix",
-    "run_remove_save_first": "command that stops and saves the run",
     "serve_others": "program",
     "who": "program",
     "message": "SETTING is VALUE: it must be ...",
@@ -67,6 +66,8 @@ EXAMPLES = {
     "iw dev <interface> link), or ansible-playbook train.yml with -e sync=local (docs/how-to/slow-link.md)",
     "needs": " At depth <depth> and <tokens> tokens a step, sync=exact needs <seconds> s of network per "
     "<seconds> s step here.",
+    "run_remove_save_first": "ansible-playbook stop.yml -e run_id=<run> (saves and stops it), then repeat "
+    "the command. Or, to lose what is not saved:",
     "range_change": "give <interface> another range of addresses (on <host>)",
     "over": "<interface>",
     "other_port": "use another port: write store_port: PORT into group_vars/fleet.yml of the inventory, "

@@ -83,7 +83,7 @@ class Request:
     def __init__(self, facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> None:
         self.reached = {host: facts for host, facts in facts_by_host.items() if "unreachable" not in facts}
         run_files = map(_run_file, self.reached.values())
-        run_file = next((found for found in run_files if found.get("config")), {})
+        run_file = next((found for found in run_files if isinstance(found.get("config"), Mapping)), {})
         self.stored: Mapping[str, Any] = run_file.get("config", {})
         self.members: Sequence[str] = run_file.get("hosts", [])
         try:
@@ -131,12 +131,11 @@ class Request:
         hosts = [host for host, facts in self.reached.items() if not facts["active"]]
         if not self.stored or not self.config.is_elastic or len(hosts) == len(self.reached):
             return {}
-        return {
-            host: self.needs[host]
-            if host in self.members and self.config.has_failover(len(self.members), self.needs[host].ranks)
-            else self.needs[host].with_(coordinator_failover="false")
-            for host in hosts
-        }
+        needs = {host: self.needs[host] for host in hosts}
+        for host, need in needs.items():
+            if host not in self.members or not self.config.has_failover(len(self.members), need.ranks):
+                needs[host] = need.with_(coordinator_failover="false")
+        return needs
 
     def fits(self, host: str, need: Need) -> bool:
         """Whether a host has the memory in `need`; also True if the memory of the host is not known."""

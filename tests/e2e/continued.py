@@ -78,19 +78,19 @@ def _continue(
     folder: Path, dataset: Path, settings: Mapping[str, Any], start: int, end: int, rows: int
 ) -> list[float]:
     """The losses of the steps `start` + 1 to `end` of one rank, from the checkpoint of step `start`."""
-    from trainer.config import RunConfig, RunFile
+    from trainer.config import RunConfig, RunFile  # here: torch reads OMP_NUM_THREADS when it is imported
     from trainer.health.attempt import Attempt
     from trainer.host.logger import RunLogger
     from trainer.host.rank_env import RankEnv
     from trainer.train import Trainer
 
-    class Reached(Exception):  # noqa: N818
+    class PieceEndedError(Exception):
         """Raised after the step `end`."""
 
     class Piece(Trainer):
         def train_step(self, step: int) -> None:
             if step == end:
-                raise Reached
+                raise PieceEndedError
             super().train_step(step)
 
     run_dir, name = folder / f"from-{start}-{rows}", f"step_{start:06}"
@@ -104,7 +104,7 @@ def _continue(
     run_file = RunFile(run_id, RunConfig.from_strings(knobs))
     try:
         Piece(run_file, dataset, run_dir, RankEnv(), attempt, RunLogger(RankEnv())).run()
-    except Reached:
+    except PieceEndedError:
         attempt.end("final", "The piece ends here.")
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if "loss" in line]

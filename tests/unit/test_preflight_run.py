@@ -314,6 +314,13 @@ def test_a_host_that_is_too_small_to_join_is_refused_and_the_others_are_not_chec
     assert "write fleet_device_batch_size: 4 at b in the inventory" in found["remedy"]
 
 
+@pytest.mark.parametrize("run_file", ["null", "{", '{"config": "damaged"}'])
+def test_a_damaged_run_file_is_left_out(run_file: str) -> None:
+    large = {"memory_kb": "99000000", "active": [], "disks": {}, "flags": "", "cores": 4}
+    options = {"asked": True, "config": {}, "nproc_per_node": 1}
+    assert run.run_findings({"a": {**large, "run_file": run_file}}, options) == []
+
+
 def test_a_host_that_is_added_may_not_become_the_coordinator_and_keeps_no_copies() -> None:
     keeps = run.Need({"depth": 8, "elastic": "true", "coordinator_failover": "true"}, world_size=2)
     assert joining(str(int(keeps.memory_gb * 2**20) - 100_000), coordinator_failover="true") == []

@@ -29,6 +29,11 @@ LISTENING = {"ports": [{"port": 20000, "role": "gloo", "picked": False}], "held"
 # -- on a host -----------------------------------------------------------------------------------------------
 
 
+def test_a_python_that_was_removed_has_no_version(tmp_path: Path) -> None:
+    assert host_state.python_version(str(tmp_path / "python")) == ""
+    assert host_state.python_version(sys.executable) == "{}.{}".format(*sys.version_info[:2])
+
+
 def claim(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """The options of the claim of a host that is set up."""
     asked = {"path": str(tmp_path / "fleet.json"), "fleet_id": "home", "hosts": ADDRESSES, "by": "", "at": "",
