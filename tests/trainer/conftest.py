@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from mlflow_stand_in import server as server
+from rank_process import RankProcess
 from tracked_run import track as track
 
 from trainer.__main__ import main
@@ -91,7 +92,7 @@ def flags(knobs: dict[str, Any]) -> list[str]:
 class Rank:
     """A rank that was started, in a run directory of its own as on a host of its own."""
 
-    process: subprocess.Popen[str]
+    process: RankProcess | subprocess.Popen[str]
     run_dir: Path
 
     def wait(self, seconds: float = LONGEST_SECONDS) -> tuple[int, str]:
@@ -152,13 +153,20 @@ def start(data_dir: Path, tmp_path: Path) -> Iterator[Start]:
             if world_size > 1:
                 environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
                 environment |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-            program = [str(Path(__file__).with_name("faulty.py")), *faults[rank].split()] if faults else []
-            command = [*(within[rank] if within else []), sys.executable, *(program or ["-m", "trainer"])]
-            command += ["train", "--data-dir", str(data_dirs[rank] if data_dirs else data_dir)]
-            command += ["--run-dir", str(run_dir), "--run-id", "test", *flags(config)]
-            process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
+            fault = faults[rank].split() if faults else []
+            arguments = ["train", "--data-dir", str(data_dirs[rank] if data_dirs else data_dir)]
+            arguments += ["--run-dir", str(run_dir), "--run-id", "test", *flags(config)]
+            is_own = all(name.startswith("NANOFLEET_") for name in (env[rank] if env else {}))
+            process: RankProcess | subprocess.Popen[str]
+            if is_own and not within:
+                log = tmp_path / f"log-{len(begun) + rank}"
+                process = RankProcess(fault, arguments, environment, log)
+            else:  # a variable that is read when torch is imported, or another namespace
+                program = [str(Path(__file__).with_name("faulty.py")), *fault] if fault else ["-m", "trainer"]
+                command = [*(within[rank] if within else []), sys.executable, *program, *arguments]
+                process = subprocess.Popen(
+                    command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                )
             ranks.append(Rank(process, run_dir))
         begun.extend(ranks)
         return ranks

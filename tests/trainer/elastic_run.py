@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY, flags, free_port
+from rank_process import RankProcess
 
 STEPS = 110
 SLOW = "slow 1 0.08"  # seconds longer for each row
@@ -27,7 +26,7 @@ class ElasticRun:
         self.knobs = {**TINY, **CALM, "num_iterations": STEPS, "elastic": "true", "sync": "exact", **knobs}
         self.port = free_port()
         self.leader = 0  # launch rank of the coordinator
-        self.processes: dict[int, subprocess.Popen[str]] = {}
+        self.processes: dict[int, RankProcess] = {}
 
     def start(self, rank: int, fault: str = SLOW, secret: bytes = b"\x01" * 32, **knobs: Any) -> None:
         secret_file = self.folder / f"secret-{rank}"
@@ -43,19 +42,10 @@ class ElasticRun:
             "LOCAL_RANK": "0",
             **self.launch(rank),
         }
-        command = [sys.executable, str(Path(__file__).with_name("faulty.py")), *fault.split(), "train"]
-        command += [
-            "--data-dir",
-            str(self.data_dir),
-            "--run-dir",
-            str(self.run_dir(rank)),
-            "--run-id",
-            "test",
-        ]
-        command += flags({**self.knobs, **knobs})
-        with open(self.folder / f"log-{rank}", "a", encoding="utf-8") as log:
-            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
-        self.processes[rank] = process
+        arguments = ["train", "--data-dir", str(self.data_dir), "--run-dir", str(self.run_dir(rank))]
+        arguments += ["--run-id", "test", *flags({**self.knobs, **knobs})]
+        log = self.folder / f"log-{rank}"
+        self.processes[rank] = RankProcess(fault.split(), arguments, environment, log)
 
     def launch(self, rank: int) -> dict[str, str]:
         """The variables by which a rank finds the others."""
