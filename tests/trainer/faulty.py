@@ -6,9 +6,10 @@ Or its disk is (write): the checkpoint of that step takes so many seconds. Or th
 checkpoint to other hosts takes so many seconds (copy). Or it reads a token of that step that is not there
 (misread). Or, in an elastic run, its copies of the state are sent so many seconds later (snapshot), all but
 the first ones, so many as the step says. Or a bit of a parameter that all ranks step changes in its memory
-(flip). Or, in an elastic run, it dies as it connects to the other members (vanish), or at that step as it
-evaluates, saves, or leaves the members of before a change (exit_evaluate, exit_save, exit_change; with step 0
-at any).
+(flip). Or, in an elastic run, it dies as it connects to the other members (vanish), or it freezes then
+(halt), or it connects so many seconds later (late); step 1 stands for the first connection to them, 2 for the
+second. Or it dies at that step as it evaluates, saves, or leaves the members of before a change
+(exit_evaluate, exit_save, exit_change; with step 0 at any).
 
 python tests/trainer/faulty.py burn 5 8 train --data-dir ...       # at step 5, for 8 s
 """
@@ -16,7 +17,9 @@ python tests/trainer/faulty.py burn 5 8 train --data-dir ...       # at step 5, 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,9 @@ def plant(fault: str, step: int, seconds: float) -> None:
 
         ElasticSetup._connect_view = lambda *arguments: os._exit(9)  # type: ignore[method-assign]
         return
+    if fault in ("halt", "late"):
+        plant_connection(step, seconds)
+        return
     if fault in EXITS:
         plant_exit(EXITS[fault], step)
         return
@@ -80,6 +86,23 @@ def plant(fault: str, step: int, seconds: float) -> None:
         return loss
 
     Trainer.forward_backward = accumulate  # type: ignore[method-assign]
+
+
+def plant_connection(number: int, seconds: float) -> None:
+    """Let this rank connect later, or with 0 seconds freeze while it connects. number: of the connection."""
+    from trainer.distributed.process_group import Collectives
+    from trainer.elastic.setup import ElasticSetup
+
+    owner, name = {1: (ElasticSetup, "_connect_view"), 2: (Collectives, "open_channel")}[number]
+    sound = getattr(owner, name)
+
+    def call(self: Any, *arguments: Any) -> Any:
+        if not seconds:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        time.sleep(seconds)
+        return sound(self, *arguments)
+
+    setattr(owner, name, call)
 
 
 def plant_exit(method: str, step: int) -> None:

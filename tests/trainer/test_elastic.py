@@ -215,6 +215,25 @@ def test_a_rank_that_dies_as_it_joins_costs_seconds(elastic: Begin, undisturbed:
     check_losses(run, undisturbed)
 
 
+@pytest.mark.parametrize("connection", [1, 2])
+def test_a_rank_that_freezes_as_it_joins_costs_seconds(
+    elastic: Begin, undisturbed: list[float], connection: int
+) -> None:
+    run = elastic(3, faults=[SLOW, f"late {connection} 0.6", SLOW])
+    run.reach(10)
+    run.processes[2].send_signal(signal.SIGTERM)
+    run.has_ranks(2)
+    run.finish(2)
+    run.start(2, fault=f"halt {connection} 0")
+    state = Path(f"/proc/{run.processes[2].pid}/stat")
+    run.wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "it is frozen")
+    step = run.status()["step"]
+    assert run.wait_until(lambda: run.status()["step"] > step + 1, "the next steps") < 8
+    run.lose(2)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    check_losses(run, undisturbed)
+
+
 def test_a_rank_that_still_computes_when_another_dies_stays(elastic: Begin, undisturbed: list[float]) -> None:
     run = elastic(3, faults=[SLOW, "sleep 21 12", SLOW], snapshot_seconds=1)
     run.reach(20)

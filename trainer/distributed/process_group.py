@@ -34,7 +34,6 @@ FIRST_TIMEOUT = timedelta(seconds=9)
 FIRST_NCCL_TIMEOUT = timedelta(seconds=60)  # to find and join all GPUs
 # Until steps are measured: loading a checkpoint, compiling, the first step of a slow host.
 UNMEASURED_TIMEOUT = timedelta(minutes=10)
-AGAIN = 2  # times the time-out of the first connection, to connect connected ranks once more
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
@@ -407,13 +406,14 @@ class Collectives:
     def connect_again(self, name: str, ranks: Sequence[int] | None = None) -> Any:
         """Open another process group beside this one; returns torch's handle of it. All ranks call it.
 
-        name: its description. ranks: the ranks of the new group; None: all. Connecting has AGAIN times the
-        time-out of this group, so that it cannot hang: ranks of an elastic run then agree on their members
-        again. Collectives of the new group have UNMEASURED_TIMEOUT. Raises RuntimeError if a rank cannot be
-        connected.
+        name: its description. ranks: the ranks of the new group; None: all. Connecting has the time-out of
+        the first connection. Collectives of the new group have UNMEASURED_TIMEOUT. Raises RuntimeError if a
+        rank cannot be connected.
         """
+        # A rank that is lost earlier ends the wait for this at once, but that for the connection only late.
+        self.gather_int64(torch.tensor([0]))
         before = abandoned.watched_sockets()
-        made = dist.new_group(ranks, AGAIN * self._timeout, backend="gloo", group_desc=name)
+        made = dist.new_group(ranks, self._timeout, backend="gloo", group_desc=name)
         self._sockets |= abandoned.watched_sockets() - before
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.distributed_c10d._set_pg_timeout(UNMEASURED_TIMEOUT, made)

@@ -6,6 +6,7 @@ that rank, 2 for the second, and so on. A view is the list of members of one gen
 
     nonce                       run id of the coordinator, with the nonce of all signatures (signed.py)
     incarnation/NUMBER          how many processes have started as a rank
+    requests                    how often a rank has asked for something by one of the next three keys
     fetch/NUMBER                token of a rank that asks for the shared state before it joins (prefetch.py)
     join/NUMBER                 incarnation and consistency record of a rank that asks to join
     leave/NUMBER                incarnation of a member that ends after the present step
@@ -14,6 +15,7 @@ that rank, 2 for the second, and so on. A view is the list of members of one gen
     proposal                    the newest view that the coordinator proposes
     accepted/GENERATION/NUMBER  incarnation of a member that accepts the proposed view
     committed                   the newest view that all its members have accepted
+    meet/GENERATION/NUMBER      that a member of a generation is about to connect to the others
     dropped/NUMBER              incarnation that is never a member again
     refused/NUMBER              incarnation of a rank that may not join, and the reason
     ended                       outcome and reason of the coordinator, once it ends

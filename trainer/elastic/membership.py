@@ -11,6 +11,7 @@ view = membership.change(60)                             # agree on the next vie
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 import time
@@ -20,6 +21,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from trainer.distributed.consistency import Record
+from trainer.distributed.process_group import PeerLost
 from trainer.distributed.rendezvous import JOIN_SECONDS, no_store, open_store, prefix_of
 from trainer.elastic.agreement import (
     ADDED_RANKS,
@@ -38,10 +40,14 @@ from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final, Retryable
 
 WATCH_SECONDS = 0.25
+LOOK_SECONDS = 2.0  # from one look at all requests to the next, if no rank has made one
 LATE_SECONDS = 2.0  # without a status, which comes every second: the member is queried
 SILENT_SECONDS = 3.0  # without a status: a member that does not answer is lost
 QUERY_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
+MEET_SECONDS = 10.0  # for all members of a view to be about to connect
+POLL_SECONDS = 0.02
+REQUESTS = "requests"
 LOST_STORE_SECONDS = 3.0  # without an answer of the store, a member gives up
 LOST_STORE = (
     f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
@@ -99,6 +105,7 @@ class Membership:
         self.is_store_lost = False
         self._uses_store = False  # whether the training thread uses the store, and may wait for it for ever
         self._suspects: set[tuple[int, int]] = set()  # number and incarnation of members that may be lost
+        self._looked = -math.inf, (0, 0)  # time of the last look at all requests; their number, the view
         self._wanted = False  # whether a member leaves or a rank asks to join
         self._leaving = threading.Event()
         self.left = threading.Event()  # set when this member may end
@@ -146,6 +153,7 @@ class Membership:
         else:
             self._follower = Follower(self._keys, me)
             self._follower.ask()
+            self._keys.add(REQUESTS, 1)
             self.view = self._guard(lambda follower: follower.follow(0, None))
         return self.view
 
@@ -159,6 +167,7 @@ class Membership:
             return None
         token = secrets.token_hex(8)
         self._keys.set(f"fetch/{self.env.rank}", token)
+        self._keys.add(REQUESTS, 1)
         return dist.PrefixStore(f"fetch/{token}", self.store)
 
     def change(self, seconds: float) -> View:
@@ -202,6 +211,28 @@ class Membership:
     def _is_superseded(self) -> bool:
         """On the coordinator, whether other hosts have elected another one."""
         return bool(self._coordinator and self._candidacy and self._candidacy.newer_term)
+
+    def meet(self) -> None:
+        """Wait until all members of the view are about to connect to each other, MEET_SECONDS at most.
+
+        A member that is lost before this ends the wait as soon as the loss is noticed; Gloo, which connects
+        the members, would wait for it for several seconds more. Raises PeerLost if a member is lost.
+        """
+        generation, began = self.view.generation, time.monotonic()
+        waiting = {member.number: member for member in self.view.members}
+        try:
+            store = StoreKeys(open_store(self.env, seconds=LOST_STORE_SECONDS / 2))
+            keys = self._keys.over(store)
+            keys.set(f"meet/{generation}/{self.env.rank}", "here")
+            while waiting := {n: m for n, m in waiting.items() if not keys.get(f"meet/{generation}/{n}")}:
+                if reason := self.interruption():
+                    raise PeerLost(reason)
+                if time.monotonic() - began > MEET_SECONDS:
+                    names = ", ".join(map(str, waiting.values()))
+                    raise PeerLost(f"{names} did not connect within {MEET_SECONDS:.0f} s.")
+                time.sleep(POLL_SECONDS)
+        except RuntimeError as error:
+            raise PeerLost(f"The rendezvous store does not answer ({str(error).splitlines()[0]}).") from None
 
     def break_off(self, reason: str) -> None:
         """Announce to the other members that this rank no longer waits for them. reason: why, a sentence."""
@@ -293,6 +324,7 @@ class Membership:
         with contextlib.suppress(RuntimeError):
             keys = self._keys.over(StoreKeys(open_store(self.env)))
             keys.set(f"leave/{self.env.rank}", str(self._follower.me.incarnation))
+            keys.add(REQUESTS, 1)
             self._leaving.set()
             return self.left.wait(seconds)
         return False
@@ -328,8 +360,10 @@ class Membership:
                 if broken := keys.get(f"broken/{view.generation}"):
                     self._break(view, broken)
                 if self._coordinator:
-                    self._look(view, self._coordinator)
-                    self._serve(view, keys)
+                    has_requests = self._has_requests(view, keys)
+                    self._look(view, self._coordinator, has_requests)
+                    if has_requests:
+                        self._serve(view, keys)
                     if self._is_superseded:
                         self._break(view, SUPERSEDED)
             except RuntimeError:
@@ -369,9 +403,20 @@ class Membership:
                     self._end_process(Retryable(LOST_STORE))
                     return
 
-    def _look(self, view: View, coordinator: Coordinator) -> None:
+    def _has_requests(self, view: View, keys: SignedKeys) -> bool:
+        """On the coordinator, whether to look at the requests of all ranks, of which there may be a new one.
+
+        To look at them each time would take 1 % of a core: there is a key for each rank and request.
+        """
+        now, found = time.monotonic(), (keys.add(REQUESTS, 0), view.generation)
+        is_due = now - self._looked[0] >= LOOK_SECONDS or self._looked[1] != found
+        if is_due:
+            self._looked = now, found
+        return is_due
+
+    def _look(self, view: View, coordinator: Coordinator, has_requests: bool) -> None:
         """On the coordinator, look for members that are lost or leave, and for ranks that ask to join."""
-        replaced = coordinator.replaced(view)
+        replaced = coordinator.replaced(view) if has_requests else []
         silent = [member for member in view.members if self._is_silent(member)]
         numbers = self._late()
         late = [member for member in view.members if member.number in numbers]
@@ -389,7 +434,8 @@ class Membership:
             if members:
                 self._suspects |= {(member.number, member.incarnation) for member in members}
                 self._break(view, f"{', '.join(map(str, members))} {why}.")
-        self._wanted = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
+        if has_requests:
+            self._wanted = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
 
     def _serve(self, view: View, keys: SignedKeys) -> None:
         """On the coordinator, start to send the shared state to ranks that have asked for it."""

@@ -37,7 +37,7 @@ from trainer.run_plan import Plan
 from trainer.setup import RunSetup
 from trainer.sync.local import Local
 
-CONNECT_TIMEOUT = timedelta(seconds=2)  # Gloo gives up connecting after five times that
+CONNECT_TIMEOUT = timedelta(seconds=1.5)  # Gloo gives up connecting after five times that
 
 
 @dataclass
@@ -252,6 +252,7 @@ class ElasticSetup(RunSetup):
         peers = [Peer(rank, record.host, record.address) for rank, record in enumerate(records)]
         env = dataclasses.replace(self.env, rank=rank, world_size=world_size)
         name = f"group/{view.generation}"
+        self.joined.meet()
         self.group = Collectives.open(env, peers, self.joined.store, CPU, name, CONNECT_TIMEOUT)
         self.group.interruption = self.joined.interruption
         self._watch_group()

@@ -193,8 +193,11 @@ class Snapshots:
             self._thread.join()
             self._thread = None
         problem, self._problem = self._problem, None
-        if problem is not None:
-            raise problem
+        try:
+            if problem is not None:
+                raise problem
+        finally:
+            del problem  # its traceback refers to this frame: as a cycle they would keep the group's threads
 
     def stop(self) -> None:
         """After a loss, wait until the thread that sends a copy has given up."""

@@ -64,9 +64,9 @@ def train_elastic(
     environment of this rank at launch. tracker_uri: address of the MLflow server; "" for none. run_file,
     run_dir, attempt, log: as for Trainer. Raises RunEnd if the attempt ends before the run is finished.
     """
+    gc.freeze()  # what is imported: a collection would look through it again, for a fifth of a second
     if not (env.addresses and run_file.config.has_failover(len(env.addresses), env.local_world_size)):
         return make(env).run(tracker_uri)
-    gc.freeze()  # what is imported: a collection would look through it again, for a fifth of a second
     candidacy, last, is_silent = Candidacy(env, run_file, run_dir, log), None, False
     while True:
         env = candidacy.elect(is_silent)
@@ -207,6 +207,7 @@ class ElasticTrainer(Trainer):
         elif not self.membership.is_first:
             self._report_members()
         while (step := self.reporter.train_state.step) < self.plan.num_iterations:
+            lost = ""
             try:
                 self.train_step(step)
                 self.has_trained = True
@@ -220,7 +221,9 @@ class ElasticTrainer(Trainer):
                     self.group.gather_int64(torch.tensor([0]))  # until all have it: one of them may end now
                     self._change_members()
             except PeerLost as error:
-                self._recover(str(error))
+                lost = str(error)
+            if lost:  # not above, where the traceback of the error still keeps the model of the failed step
+                self._recover(lost)
         return False
 
     def _continue(self) -> None:
@@ -372,6 +375,7 @@ class ElasticTrainer(Trainer):
             for name in ("model", "optimizer", "sync", "parameter_check"):
                 if hasattr(owner, name):
                     delattr(owner, name)
+        gc.collect()  # they refer to each other
 
     def _leave(self) -> NoReturn:
         """The others have the state of this rank. The thread that received SIGTERM ends the process."""
