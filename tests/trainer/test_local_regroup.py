@@ -209,11 +209,11 @@ def test_a_rank_that_has_fetched_the_state_needs_only_what_has_changed_since(out
     go_on(ranks, 8, 2)
     new = Rank(2, 3, Room(3), outer, torch.float64)
     with ranks[0].sync.shared_parameters():  # as in an evaluation
-        swapped = list(ranks[0].sync.copy_outer())
-    new.sync.load_outer(ranks[0].sync.copy_outer())
+        swapped = list(ranks[0].sync.copy_outer({}))
+    new.sync.load_outer(ranks[0].sync.copy_outer({}))
     assert equal(
         [t for state in swapped for t in state.values()],
-        [t for state in ranks[0].sync.copy_outer() for t in state.values()],
+        [t for state in ranks[0].sync.copy_outer({}) for t in state.values()],
     )
     new.optimizer.load_state_dict(copy.deepcopy(ranks[0].optimizer.state_dict()))
     assert equal(new.own(), ranks[0].in_common())
@@ -225,6 +225,41 @@ def test_a_rank_that_has_fetched_the_state_needs_only_what_has_changed_since(out
     assert 0 < sum(sent) < 0.9 * everything
     assert equal(new.in_common(), ranks[0].in_common())
     go_on(ranks, 13, 10)
+
+
+def test_fragments_that_have_changed_are_fetched_again() -> None:
+    ranks = ranks_after(8, OUTERS[0])[:2]
+    new = Rank(2, 3, Room(3), OUTERS[0], torch.float64)
+    regroup(ranks, 8)
+    known: dict[int, tuple[int, int]] = {}
+    new.sync.load_outer(ranks[0].sync.copy_outer(known))
+    go_on(ranks, 8, 3)
+    changed = [f for f in ranks[0].sync._fragments if f.completed > 8]
+    again = list(ranks[0].sync.copy_outer(known))
+    assert 0 < len(again) == len(changed) < len(known)
+    new.sync.load_outer(again)
+    assert list(ranks[0].sync.copy_outer(known)) == []
+    assert equal(new.in_common(), ranks[0].in_common())
+    ranks.append(new)
+    sent: list[int] = []
+    regroup(ranks, 11, sent=sent)
+    rows = len(new.model.transformer.wte.weight)
+    assert set(sent) <= {rows}, "only the steps at which rows were active"
+    go_on(ranks, 11, 8)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_the_step_of_an_outer_step_is_known_before(delay: int) -> None:
+    ranks = ranks_after(1, Outer(steps=6, delay=delay))
+    expected, found = [], []
+    for step in range(2, 16):
+        before = [f.completed for f in ranks[0].sync._fragments]
+        expected.append(ranks[0].sync.takes_outer_step(step))
+        go_on(ranks, step - 1, 1)
+        found.append([f.completed for f in ranks[0].sync._fragments] != before)
+        assert not ranks[0].sync.takes_outer_step(step), "it has been taken"
+    assert expected == found
+    assert {True, False} == set(found)
 
 
 @pytest.mark.parametrize("outer", OUTERS)

@@ -8,6 +8,7 @@ it receives again only the outer parameters that a sync round has changed since.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -25,20 +26,32 @@ from trainer.sync.local import Local
 CONNECT_TIMEOUT = timedelta(seconds=6)  # Gloo gives up connecting after five times that
 PIECE_TIMEOUT = timedelta(seconds=60)  # for CHUNK_BYTES
 SENDER, RECEIVER = 0, 1  # ranks of the pair
+PASSES = 8  # over the fragments, at most; in each but the first, those that have changed
+STEP_SECONDS = 30.0  # to wait for the end of a step, below PIECE_TIMEOUT
+POLL_SECONDS = 0.02
 
 
 def send_state(store: dist.Store, sync: Local, optimizer: MuonAdamW) -> None:
-    """Send the outer state and the optimizer state of this rank to the rank that has asked for them.
+    """Send the optimizer state and the outer state of this rank to the rank that has asked for them.
 
     store: a store that only these two ranks use, to connect. sync, optimizer: those of this rank; another
     thread may train with them meanwhile. The optimizer state that is sent may then mix the states of several
-    steps, an error that fades as the receiver trains. Raises RuntimeError if the connection fails.
+    steps, an error that fades as the receiver trains. Fragments that have changed since they were sent are
+    sent again, so that the receiver has all of them in a step without an outer step, and joins after it.
+    Raises RuntimeError if the connection fails.
     """
     pair = _connect(store, SENDER)
-    for state in sync.copy_outer():
-        _send(pair, state)
-    _send(pair, {})
     _send(pair, flatten(optimizer.state_dict()))
+    known: dict[int, tuple[int, int]] = {}
+    for _ in range(PASSES):
+        for state in sync.copy_outer(known):
+            _send(pair, state)
+        step, began = sync.completed_steps + 1, time.monotonic()
+        if not sync.takes_outer_step(step):
+            break
+        while sync.takes_outer_step(step) and time.monotonic() - began < STEP_SECONDS:
+            time.sleep(POLL_SECONDS)
+    _send(pair, {})
 
 
 def receive_state(store: dist.Store, sync: Local, optimizer: MuonAdamW) -> float:
@@ -48,7 +61,9 @@ def receive_state(store: dist.Store, sync: Local, optimizer: MuonAdamW) -> float
     RuntimeError if the connection fails.
     """
     pair = _connect(store, RECEIVER)
-    size = 0
+    state = _receive(pair)
+    optimizer.load_state_dict(unflatten(state))
+    size = _size(state)
 
     def fragments() -> Iterator[Mapping[str, Tensor]]:
         nonlocal size
@@ -57,9 +72,7 @@ def receive_state(store: dist.Store, sync: Local, optimizer: MuonAdamW) -> float
             yield state
 
     sync.load_outer(fragments())
-    state = _receive(pair)
-    optimizer.load_state_dict(unflatten(state))
-    return (size + _size(state)) / 1e6
+    return size / 1e6
 
 
 def _connect(store: dist.Store, rank: int) -> Any:

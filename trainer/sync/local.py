@@ -125,12 +125,20 @@ class Local(SyncMode):
         """Start the sync rounds that are due after this step, and finish those whose delay is over."""
         self._step += 1
         for fragment in self._fragments:
-            scheduled = (self._step - fragment.sync_at) % self._outer.steps == 0
+            scheduled = self._is_scheduled(fragment, self._step)
             if (scheduled or fragment.is_due) and not fragment.sync_round:
                 self._start_round(fragment)
         for fragment in self._fragments:
             if fragment.sync_round and fragment.sync_round.started_at + self._outer.delay <= self._step:
                 self._finish_round(fragment)
+
+    def _is_scheduled(self, fragment: Fragment, step: int) -> bool:
+        return (step - fragment.sync_at) % self._outer.steps == 0
+
+    @property
+    def completed_steps(self) -> int:
+        """The number of steps that this rank has completed."""
+        return self._step
 
     def is_idle(self) -> bool:
         return not any(fragment.sync_round for fragment in self._fragments)
@@ -331,31 +339,52 @@ class Local(SyncMode):
                 for i, p in enumerate(fragment.parameters):
                     p.data, fragment.outer[i] = fragment.outer[i], p.data
 
-    def copy_outer(self) -> Iterator[dict[str, Tensor]]:
+    def copy_outer(self, known: dict[int, tuple[int, int]]) -> Iterator[dict[str, Tensor]]:
         """Yield a copy of the outer state of each fragment, one at a time, while another thread trains.
 
-        A copy is {index: CPU tensor}: round and checksum, outer parameters, momentum, steps of active rows.
+        A copy is {index: CPU tensor}: number of the fragment with its round and checksum, outer parameters,
+        momentum, steps of active rows. known: {number of a fragment: round and checksum} of the copies that
+        the receiver has. These fragments are left out, and the yielded ones are added.
         """
-        for fragment in self._fragments:
+        for number, fragment in enumerate(self._fragments):
             with self._lock:
+                completed = fragment.completed, int(fragment.checksum)
+                if known.get(number) == completed:
+                    continue
                 outer = [p.detach() for p in fragment.parameters] if self._is_swapped else fragment.outer
                 tables = [] if fragment.active_at is None else [fragment.active_at]
-                completed = torch.tensor([fragment.completed, int(fragment.checksum)])
-                state = [completed, *outer, *fragment.momentum, *tables]
+                state = [torch.tensor([number, *completed]), *outer, *fragment.momentum, *tables]
                 copied = {str(i): tensor.cpu().clone() for i, tensor in enumerate(state)}
+            known[number] = completed
             yield copied
 
     @torch.no_grad()
     def load_outer(self, states: Iterable[Mapping[str, Tensor]]) -> None:
-        """Load the result of `copy_outer` of another rank; this rank continues from these parameters."""
-        for fragment, state in zip(self._fragments, states, strict=True):
-            completed, *tensors = state.values()
+        """Load what `copy_outer` of another rank has yielded; this rank continues from these parameters."""
+        for state in states:
+            (number, completed, checksum), *tensors = state.values()
+            fragment = self._fragments[int(number)]
             tables = [] if fragment.active_at is None else [fragment.active_at]
             for own, tensor in zip([*fragment.outer, *fragment.momentum, *tables], tensors, strict=True):
                 own.copy_(tensor)
             for parameter, outer in zip(fragment.parameters, fragment.outer, strict=True):
                 parameter.copy_(outer)
-            fragment.completed, fragment.checksum = int(completed[0]), completed[1]
+            fragment.completed, fragment.checksum = int(completed), checksum
+
+    def takes_outer_step(self, step: int) -> bool:
+        """Whether a sync round that is not complete yet completes after `step`, counted from 1.
+
+        step: the step that this rank trains, or the one that it has just completed.
+        """
+        delay = self._outer.delay
+        for fragment in self._fragments:
+            in_flight = fragment.sync_round
+            if in_flight and in_flight.started_at + delay <= step:
+                return True
+            is_started = fragment.is_due or self._is_scheduled(fragment, step)
+            if is_started and not (in_flight or delay) and fragment.completed < step:
+                return True
+        return False
 
     def common_state(self) -> dict[str, ParameterState]:
         """The state that is equal on all ranks; see SyncMode.
