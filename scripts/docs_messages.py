@@ -63,9 +63,10 @@ EXAMPLES = {
     "inventory_change": "connect both to one network, or set fleet_address of <peer> in the inventory to its "
     "address on the network of <host>",
     "_link_check_and_settings": "find the cause: cat /sys/class/net/<interface>/speed (on <host>; for WiFi: "
-    "iw dev <interface> link), or ansible-playbook train.yml with -e sync=local (docs/how-to/slow-link.md)",
-    "needs": " At depth <depth> and <tokens> tokens a step, sync=exact needs <seconds> s of network per "
-    "<seconds> s step here.",
+    "iw dev <interface> link); or start a new run that needs less of the network: ansible-playbook train.yml "
+    "-e sync=local (docs/how-to/slow-link.md)",
+    "needs": " Predicted at depth <depth> and <tokens> tokens a step: a step takes <seconds> s with "
+    "sync=exact (transfers: <seconds> s).",
     "run_remove_save_first": "ansible-playbook stop.yml -e run_id=<run> (saves and stops it), then repeat "
     "the command. Or, to lose what is not saved:",
     "range_change": "give <interface> another range of addresses (on <host>)",

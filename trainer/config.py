@@ -186,7 +186,9 @@ class RunConfig:
             )
         self._require("head_dim", self.head_dim % 2 == 0, "must be even: rotary positions work on pairs")
         self._require(
-            "head_dim", self.n_embd >= 24, "makes the model narrower than 24; the smear gate reads 24"
+            "head_dim",
+            self.n_embd >= 24,
+            f"makes the model {self.n_embd} wide, less than 24: raise depth, aspect_ratio or head_dim",
         )
         self._require(
             "n_kv_head",
@@ -386,7 +388,8 @@ def check_schema(schema: Any, what: str) -> None:
     if schema > SCHEMA:
         raise NewerSchemaError(
             f"{what} was written by a newer nanofleet (schema {schema}; this one reads up to {SCHEMA}). "
-            "Update this one; a fleet then takes it from setup.yml."
+            "Update nanofleet on the controller, then: ansible-playbook setup.yml; by hand update it on "
+            "this host."
         )
 
 

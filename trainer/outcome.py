@@ -79,8 +79,8 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
         return "final", str(error), BAD_INPUT_EXIT_CODE
     if isinstance(error, KeyboardInterrupt):
         reason = (
-            "Interrupted from the keyboard; nothing was saved since the last checkpoint (a file named stop "
-            "in the run directory ends a run with one)."
+            "Interrupted from the keyboard. The steps since the last checkpoint are lost. To end a run with "
+            "a checkpoint, create a file named stop in its run directory instead."
         )
         return "stopped", reason, 128 + signal.SIGINT
     if is_full(error):
@@ -89,7 +89,11 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
         return "final", reason, EXIT_CODES["final"]
     if is_out_of_memory(error):
         reason = (
-            "The host has too little memory for this run; lower depth, sequence_len or device_batch_size."
+            "The host has too little memory for this run, or its GPU has. To resume the run with less, set "
+            "device_batch_size to 1 and recompute to layers: with the playbooks -e device_batch_size=1 "
+            "-e recompute=layers (and set fleet_device_batch_size of the host, if the inventory has it, to "
+            "1), by hand --device-batch-size 1 --recompute layers. If that is not enough, start a new run "
+            "with a smaller depth or sequence_len."
         )
         return "final", reason, EXIT_CODES["final"]
     last = traceback.extract_tb(error.__traceback__)[-1:]

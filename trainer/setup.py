@@ -174,8 +174,9 @@ class RunSetup:
         """Gather the arithmetic of each rank, for checkpoints and the tracker."""
         if self.numerics.threads > usable_cores():
             self.log.info(
-                f"warning: {self.numerics.threads} threads on {usable_cores()} core(s) wait for each other; "
-                "leave threads out to have as many as cores."
+                f"warning: {self.numerics.threads} threads share {usable_cores()} core(s), which is slow. "
+                "Set threads to auto. With the playbooks also remove fleet_threads from the inventory; by "
+                "hand unset OMP_NUM_THREADS."
             )
         numerics = self.numerics
         mine = [numerics.saved(), numerics.facts(), numerics.gemm_rate, self.placement.digest()]

@@ -317,8 +317,11 @@ class Trainer:
             self.group.raise_problems(self.checkpoint_writer.problem)
         if not math.isfinite(loss):
             raise Final(
-                f"The loss of step {step} is {loss}: the run has diverged. Lower the rates "
-                "(matrix_lr, embedding_lr) or go back to an earlier checkpoint."
+                f"The loss of step {step} is {loss}: the run has diverged. The learning rates of a run "
+                "cannot be changed. Start a new run with lower ones (matrix_lr is "
+                f"{self.config.matrix_lr:g}, embedding_lr is {self.config.embedding_lr:g}): with the "
+                "playbooks -e run_id=NAME -e matrix_lr=RATE -e embedding_lr=RATE, by hand another --run-dir, "
+                "--matrix-lr and --embedding-lr."
             )
         return loss
 

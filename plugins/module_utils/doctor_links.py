@@ -83,10 +83,9 @@ def network_needs(predicted: Mapping[str, Any]) -> str:
     words: list[str] = []
     for mode in modes:
         network, step = (_seconds(predicted["modes"][mode][name]) for name in ("network_s", "step_s"))
-        of_network, here = ("", "") if words else (" of network", " step here")
-        words.append(f"sync={mode} needs {network}{of_network} per {step}{here}")
-    tokens = f"{predicted['total_batch_size']:,}"
-    return f" At depth {predicted['depth']} and {tokens} tokens a step, {'; '.join(words)}."
+        words.append(f"{step} with sync={mode} (transfers: {network})")
+    size = f"depth {predicted['depth']} and {predicted['total_batch_size']:,} tokens a step"
+    return f" Predicted at {size}: a step takes {', '.join(words)}."
 
 
 def _seconds(value: float) -> str:
@@ -114,7 +113,10 @@ def _link_check_and_settings(measured: Measured, host: str, peer: str = "") -> s
         see += f"  (on {host}; then check cable, port and switch)"
     predicted = prediction(measured)
     advice = [f"-e {each}" for each in predicted["advice"]] if predicted else []
-    return f"{see}, or ansible-playbook train.yml with {' or '.join(advice)} ({GUIDE})" if advice else see
+    if not advice:
+        return see
+    command = f"ansible-playbook train.yml {' or '.join(advice)}"
+    return f"{see}; or start a new run that needs less of the network: {command} ({GUIDE})"
 
 
 def _interface(measured: Measured, host: str, peer: str) -> str:

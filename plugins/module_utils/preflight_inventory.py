@@ -129,8 +129,8 @@ def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
                 "This host is in the group fleet, but neither in coordinator nor in workers: no run uses it."
             )
             fix = (
-                f"add {host} to workers in the inventory; or delete {host} from the inventory after this "
-                f"command, which uninstalls nanofleet there: {reset_command(host)}"
+                f"add {host} to workers in the inventory; or uninstall nanofleet there: "
+                f"{reset_command(host)}, then delete {host} from the inventory"
             )
             yield finding("NF018", host, problem, fix)
 

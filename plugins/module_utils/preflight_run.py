@@ -149,10 +149,10 @@ def _elastic(request: Request) -> Iterator[Finding]:
     one_keeps = all(request.fits(host, need.with_(**without)) for host, need in request.needs.items())
     for host, missing in request.too_small.items():
         problem = (
-            "The run is not elastic, so all hosts wait when one is lost: this host lacks "
-            f"{missing:.1f} GiB of memory for copies of the state."
+            f"This host lacks {missing:.1f} GiB of memory for copies of the state, so the run is not "
+            "elastic: when one host is lost, the others wait until it is back."
         )
-        fix = "nothing, if that is fine"
+        fix = "nothing, if the other hosts may wait"
         if one_keeps:
             fix += (
                 "; else repeat the command with -e elastic=true -e coordinator_failover=false  (only "

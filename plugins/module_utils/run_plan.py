@@ -201,8 +201,8 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     steps = run_file.config.num_iterations
     if 0 < steps < steps_before:  # its learning rates follow the longer length
         raise RefusedError(
-            f"The run {name} is one of {steps_before} steps, and {steps} are requested: a run can become "
-            "longer, not shorter. To resume it, leave steps out; for a new run choose another name: "
+            f"The run {name} has {steps_before} steps. The command asks for {steps} steps, but a run can "
+            "become longer, not shorter. To resume it, leave steps out; for a new run choose another name: "
             "-e run_id=NAME."
         )
     length = run_file.config.differences(before, trainer.HORIZON)

@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_passed_over(site: Site, run: str) -> None:
         )
 
     said = site.survives(
-        run, "a damaged checkpoint", plant, "is damaged", "The checkpoint before it is taken", within=60
+        run, "a damaged checkpoint", plant, "is damaged", "resumes from the previous checkpoint", within=60
     )
     assert "sha256" in said.line
     assert site.inside(COORDINATOR, f"ls -d {folder}/damaged_step_*")

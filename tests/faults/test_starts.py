@@ -100,7 +100,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_everywhere(site: Site, tmp_pat
         assert outcome["outcome"] == "final", outcome
         assert "diverged" in outcome["reason"]
     shown = site.play("status.yml", name)
-    assert "Lower the rates" in " ".join(shown.split())
+    assert "Start a new run with lower ones" in " ".join(shown.split())
     site.nothing_is_left()
     site.note("a loss that is not a number", said.seconds, said.line, "ended on all hosts")
 

@@ -124,7 +124,7 @@ def test_the_answer_is_an_index_or_a_letter(tmp_path: Path) -> None:
         ({"question": "q", "choices": ["a", "b"], "answer": 2}, "answer is 2: it takes an index from 0 to 1"),
         ({"question": "q", "choices": ["a", "b"], "answer": "C"}, "or a letter from A to B"),
         ({"question": "q", "choices": ["a", "b"], "answer": True}, "answer is True"),
-        ({"question": "q", "choices": ["a", "b"], "answer": 0}, "split it in two"),
+        ({"question": "q", "choices": ["a", "b"], "answer": 0}, "Split it into two files"),
         ([], "the item lacks question"),
     ],
 )

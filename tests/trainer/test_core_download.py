@@ -112,12 +112,12 @@ def test_without_a_sha256_the_one_found_is_printed(
 @pytest.mark.parametrize("name", ["../core.yaml", "/tmp/core.yaml", "a/../../b", "a\\..\\b", "c:/b"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(name: str, site: Site, tmp_path: Path) -> None:
     url, sha256 = serve(site, zipped({"core.yaml": "", name: "x"}))
-    assert "which is not safe: it is not used" in refusal(url, sha256, tmp_path / "core")
+    assert "is not allowed in a CORE bundle" in refusal(url, sha256, tmp_path / "core")
 
 
 def test_a_link_is_refused(site: Site, tmp_path: Path) -> None:
     url, sha256 = serve(site, zipped({"core.yaml": "/etc/passwd"}, stat.S_IFLNK | 0o777))
-    assert "which is not safe: it is not used" in refusal(url, sha256, tmp_path / "core")
+    assert "is not allowed in a CORE bundle" in refusal(url, sha256, tmp_path / "core")
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_pair_transfers_the_run_to_the_host_with_the_gpu(start: Start) -> None
         code, output = rank.wait(400)
         assert code == 1, output
         outcome = rank.outcome()
-        assert "Train on host-2 alone" in outcome["reason"]
+        assert "train.yml transfers the run to host-2" in outcome["reason"]
         assert 0 < outcome["alone"]["seconds"] < outcome["alone"]["together"]
 
 

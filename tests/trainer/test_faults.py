@@ -152,7 +152,8 @@ def test_a_loss_that_is_no_number_ends_all_ranks_with_step_and_remedy(start: Sta
     for rank in ranks:
         code, said = rank.wait(SOON)
         assert code == 1, said
-        assert "The loss of step 4 is nan: the run has diverged. Lower the rates" in last_line(said)
+        assert "The loss of step 4 is nan: the run has diverged. The learning rates" in last_line(said)
+        assert "Start a new run with lower ones (matrix_lr is 0.8, embedding_lr is 10)" in last_line(said)
         assert rank.outcome()["outcome"] == "final"
 
 

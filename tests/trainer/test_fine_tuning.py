@@ -146,7 +146,7 @@ def test_another_checkpoint_model_or_tokenizer_is_refused(base: Path) -> None:
     with pytest.raises(DataError, match="another tokenizer"):
         initial_state(base, config, model, {"tokenizer": "0"})
     wider = GPTConfig.from_depth(2, model.vocab_size, 32, aspect_ratio=32, head_dim=16)
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(ConfigError, match="The model of the run differs from that of"):
         initial_state(base, config, wider, {})
 
 

@@ -318,7 +318,7 @@ def test_a_new_run_begins_with_imported_weights(
     train_here(data_dir, tmp_path / "more", num_iterations=2, seed=7, total_batch_size=64)
     assert "Starting with the weights of nanochat's d2, step 6." in capsys.readouterr().out
     assert losses(tmp_path / "more")[0] < losses(trained)[3] < losses(trained)[0]
-    with pytest.raises(Final, match="weights of another model: n_layer is 2, the run's 3"):
+    with pytest.raises(Final, match="are of another model: n_layer is 2 in the checkpoint and 3 in the run"):
         train_here(data_dir, tmp_path / "wrong", depth=3, aspect_ratio=16)
 
 

@@ -176,13 +176,16 @@ def test_a_second_host_that_does_not_pay_is_told() -> None:
     )
     for each in (slow_link, link):
         said = warn_of_baseline(each, 4, 1024, "dense")
-        assert "at 4,096 tokens a step: host-1 alone would take 1.2 s a step" in said
+        assert said.startswith("warning: host-1 alone is predicted to be faster than all ranks together: ")
+        assert ": 1.2 s a step instead of " in said
+        assert "(dense) at 4,096 tokens a step. " in said
     assert slow_link.pays_from("dense", 4) is None
-    assert "would not at 64 times as many tokens" in warn_of_baseline(slow_link, 4, 1024, "dense")
+    assert "not faster with 64 times as many tokens" in warn_of_baseline(slow_link, 4, 1024, "dense")
     assert all(slow_link.step("dense", rows) >= slow_link.single_host(rows)[0] for rows in range(4, 257, 4))
     from_rows = 32
     assert link.pays_from("dense", 4) == from_rows
-    assert f"they pay from total_batch_size {from_rows * 1024} on" in warn_of_baseline(link, 4, 1024, "dense")
+    faster_from = f"All ranks together are faster from total_batch_size {from_rows * 1024} on"
+    assert faster_from in warn_of_baseline(link, 4, 1024, "dense")
     assert link.step("dense", from_rows) < link.single_host(from_rows)[0]
     assert link.step("dense", from_rows - 4) >= link.single_host(from_rows - 4)[0]
 
@@ -230,7 +233,7 @@ def test_a_gpu_that_is_faster_alone_is_left_the_run() -> None:
     asked = config(sync="auto")
     plan = make_plan(asked, 300, 2)
     placement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles={})
-    assert said[-1].startswith("sync is auto: The GPU of laptop would take 0.043 s a step alone, 2 ranks")
+    assert said[-1].startswith("sync is auto: A step is predicted to take 0.043 s on the GPU of laptop alone")
     assert "laptop's GPU alone" in said[0], "the table, with the figure that decides"
     assert "tower alone, on its CPU" in said[0]
     assert len(said) == 2, "nothing on how the ranks would have trained together"
@@ -246,7 +249,7 @@ def test_why_the_run_is_not_left_to_a_gpu_is_said() -> None:
     obstacles = {0: "x", 1: "sync is exact, not auto"}
     placement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles=obstacles)
     assert placement.alone is None
-    assert said[-1].startswith("warning: The GPU of laptop")
+    assert said[-1].startswith("warning: A step is predicted to take 0.043 s on the GPU of laptop alone")
     assert said[-1].endswith("The run does not move there: sync is exact, not auto.")
     slower = [Measured(Speed(0.1, 0.1, 0.05), None, gpu=Speed(0.01, 0.01, 0.001)), BESIDE_A_GPU[1]]
     auto = config(sync="auto")
@@ -274,7 +277,7 @@ def test_a_slow_gpu_is_not_left_the_run() -> None:
     slow = [beside, Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.2, 0.2, 0.1))]
     placement, said = decide(slow, PAIR, plan, work(), asked, by_speed=True, obstacles={})
     assert placement.alone is None
-    assert not any("The GPU" in line for line in said)
+    assert not any("on the GPU of" in line for line in said)
     small = [beside, Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu_too_small=True)]
     _, said = decide(small, PAIR, plan, work(), asked, by_speed=True, obstacles={})
     assert said[-1].startswith("warning: the GPU of laptop has too little memory")
@@ -290,7 +293,7 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
         assert code == 1, said
         outcome = rank.outcome()
         assert outcome["outcome"] == "final", outcome
-        assert "Train on host-2 alone" in outcome["reason"]
+        assert "train.yml transfers the run to host-2" in outcome["reason"]
         assert outcome["alone"]["host"] == "host-2"
         assert 0 < outcome["alone"]["seconds"] < outcome["alone"]["together"]
         assert outcome["step"] == 0
@@ -316,13 +319,13 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
 def test_tables_that_differ_are_told() -> None:
     peers = [Peer(0, "tower", ""), Peer(1, "laptop", "")]
     compare_placements(peers, ["ab", "ab"])
-    with pytest.raises(Final, match=r"rank 0 has ab, rank 1 \(laptop\) has cd"):
+    with pytest.raises(Final, match=r"rank 0 is ab, but rank 1 \(laptop\) has cd"):
         compare_placements(peers, ["ab", "cd"])
     assert rank_names([*peers, Peer(2, "laptop", "")]) == ["tower", "laptop/1", "laptop/2"]
     agreement = StepSync(Collectives(RankEnv(), []), 4)
     told = agreement.finish(agreement.start(StepReport(2.0, 0.5, 4, shares=(4,))))
     assert (told.loss_sum, told.seconds, told.shares, told.stop) == (2.0, [0.5], [4], False)
-    with pytest.raises(Final, match="took 3 rows of a step of 4"):
+    with pytest.raises(Final, match="add up to 3 over all ranks instead of 4"):
         agreement.finish(agreement.start(StepReport(2.0, 0.5, 3)))
 
 

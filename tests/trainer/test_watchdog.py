@@ -111,7 +111,7 @@ def test_what_was_lost_comes_with_where_to_look() -> None:
         RankEvidence(ATTIC, EndpointResult.UNREACHABLE),
     )
     assert describe_loss([WAITS, gone], "").endswith(
-        "without one it was killed: by hand, or because memory ran out."
+        "by the kernel because memory ran out (to check, on that host: sudo dmesg | grep -i oom)."
     )
     assert describe_loss([WAITS, asleep], "").startswith("Lost rank 2 (attic): it cannot be reached")
     slept = describe_loss([WAITS, gone], "", stood_still=177.2)

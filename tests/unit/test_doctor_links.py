@@ -60,8 +60,8 @@ def test_another_source_address_and_a_long_round_trip_are_warnings() -> None:
 
 
 NEEDS = (
-    "At depth 8 and 4,096 tokens a step, sync=dense needs 42.4 s of network per 50.1 s step here; "
-    "sync=exact needs 14.9 s per 20.3 s; sync=local needs 0.2 s per 8.0 s."
+    "Predicted at depth 8 and 4,096 tokens a step: a step takes 50.1 s with sync=dense (transfers: 42.4 s), "
+    "20.3 s with sync=exact (transfers: 14.9 s), 8.0 s with sync=local (transfers: 0.2 s)."
 )
 
 
@@ -78,7 +78,7 @@ def test_a_slow_path_is_reported_with_its_sender_and_what_a_step_needs_of_it() -
     predict(measured)
     found = only(measured)
     assert found["problem"].endswith(f"the speed of training. {NEEDS}")
-    assert "ansible-playbook train.yml with -e sync=exact or -e sync=local" in found["remedy"]
+    assert "ansible-playbook train.yml -e sync=exact or -e sync=local" in found["remedy"]
     predict(measured, advice=())
     assert "sync=exact" not in str(only(measured)), "it would not be faster"
 

@@ -337,7 +337,7 @@ def test_a_longer_run_goes_on_from_its_last_checkpoint_though_it_had_finished() 
     assert plan({"save_minutes": "1"}, done, state())["action"] == "none"
     shorter = plan({"num_iterations": "19"}, state(**stored()), state())
     assert shorter["action"] == "refuse"
-    assert "one of 20 steps, and 19 are requested: a run can become longer, not shorter" in shorter["message"]
+    assert "has 20 steps. The command asks for 19 steps, but a run can become longer" in shorter["message"]
     by_target = stored(num_iterations=0, target_flops=1e15)
     finished = {"outcome": "finished", "step": 20, "num_iterations": 20}
     assert plan({"num_iterations": "19"}, state(**by_target, outcome=finished), state())["action"] == "refuse"

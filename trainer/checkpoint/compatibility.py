@@ -25,14 +25,14 @@ def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_
     """
     saved = state.meta["model_config"]
     differing = [
-        f"{name} is {saved[name]!r}, the run's {value!r}"
+        f"{name} is {saved[name]!r} in the checkpoint and {value!r} in the run"
         for name, value in dataclasses.asdict(model).items()
         if saved[name] != value
     ]
     if differing:
         raise ConfigError(
-            f"The run {run_id} would start with the weights of another model: {'; '.join(differing)}. "
-            "Use the settings that `import` printed."
+            f"The imported weights of the run {run_id} are of another model: {'; '.join(differing)}. Use "
+            "the train command that `import` printed. To print it again, repeat the import command."
         )
     tokenizer = state.meta["hashes"].get("tokenizer")
     if hashes.get("tokenizer", tokenizer) != tokenizer:
@@ -93,8 +93,8 @@ def describe_changes(state: State, config: RunConfig, num_iterations: int, run_i
     before = int(state.meta.get("num_iterations", num_iterations))
     if num_iterations < max(before, state.step):
         raise ConfigError(
-            f"The run {run_id} is one of {before:,} steps, of which {state.step:,} are done, and "
-            f"{num_iterations:,} are asked for: a run can become longer, not shorter. To resume it, ask for "
+            f"The run {run_id} has {before:,} steps, of which {state.step:,} are done. The command asks for "
+            f"{num_iterations:,} steps, but a run can become longer, not shorter. To resume it, ask for "
             f"{max(before, state.step)} steps or more (with the playbooks -e steps=N, by hand "
             f"--num-iterations N). {ANOTHER}."
         )

@@ -143,8 +143,9 @@ class CheckpointCopies:
                 busy, now = transfer.busy, time.monotonic()
                 if busy and now - began > SETTLE_SECONDS + transfer.size / SLOWEST_BYTES_A_SECOND:
                     self._log(
-                        f"warning: The copy of {transfer.name} to {self._receivers()} is not complete after "
-                        f"{now - began:.0f} s: the run ends without it. Check the link and that disk."
+                        f"warning: The copy of {transfer.name} to {self._receivers()} is not complete "
+                        f"after {now - began:.0f} s and is cancelled. The checkpoint on this host is "
+                        f"complete. Check the network and the disk of {self._receivers()}."
                     )
                     busy, self._link, self._transfer = False, None, None
                 elif busy and now - shown >= PROGRESS_SECONDS:

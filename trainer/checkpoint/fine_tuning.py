@@ -55,14 +55,15 @@ def initial_state(path: Path | None, config: RunConfig, model: GPTConfig, hashes
         )
     saved = state.meta["model_config"]
     differing = [
-        f"{name} is {saved[name]!r}, the run's {value!r}"
+        f"{name} is {saved[name]!r} in the checkpoint and {value!r} in the run"
         for name, value in dataclasses.asdict(model).items()
         if name != "sequence_len" and saved[name] != value
     ]
     if differing:
         raise ConfigError(
-            f"The run would fine-tune another model than that of {path}: {'; '.join(differing)}. Leave these "
-            "settings out: they are taken from the checkpoint."
+            f"The model of the run differs from that of {path}: {'; '.join(differing)}. Do not set depth, "
+            "aspect_ratio, head_dim, n_kv_head and window_pattern: they come from the checkpoint. If "
+            f"vocab_size differs, make the data with the tokenizer in {path / 'tokenizer'}."
         )
     tokenizer = state.meta.get("hashes", {}).get("tokenizer")
     if tokenizer is not None and hashes.get("tokenizer", tokenizer) != tokenizer:

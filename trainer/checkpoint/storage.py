@@ -175,7 +175,7 @@ def newest(folder: Path, log: Callable[[str], None]) -> State | None:
         try:
             state = load(path, log)
         except DamagedCheckpointError as error:
-            log(f"{error} The checkpoint before it is taken.")
+            log(f"{error} The run resumes from the previous checkpoint, if that one is undamaged.")
             damaged.append(path)
             continue
         for other in damaged:  # it would count as one of those that are kept
@@ -184,8 +184,8 @@ def newest(folder: Path, log: Callable[[str], None]) -> State | None:
         return state
     if found:
         raise ConfigError(
-            f"None of the {len(found)} checkpoint(s) in {folder} is undamaged. Move the folder away to start "
-            "from step 0."
+            f"All {len(found)} checkpoint(s) in {folder} are damaged. To start from step 0: "
+            f"sudo mv {folder} {folder}-damaged, then start the run again."
         )
     return None
 

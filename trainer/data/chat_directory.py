@@ -132,8 +132,8 @@ def _split(
     if not train or not val:
         split = "training" if val else "validation"
         raise DataError(
-            f"There is no conversation for {split}. Two are the least, one for training and one for "
-            "validation; a weight may leave none of a file."
+            f"There is no conversation for {split}. At least two are needed, one for training and one for "
+            "validation. A small weight (FILE=WEIGHT) can leave out all conversations of its file: raise it."
         )
     return [train[i] for i in permutation(len(train), seed, ORDER)], val
 

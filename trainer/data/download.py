@@ -31,7 +31,10 @@ def public_shards(base_url: str, count: int, val_shard: int | None = None) -> tu
     if count < 2:
         raise DataError(f"--count {count} is too small. One shard is for validation: give 2 or more.")
     if last is not None and max(count - 1, val_shard or 0) > last:
-        raise DataError(f"{base_url} ends with {shard_name(last)}: give --count {last + 1} or less.")
+        raise DataError(
+            f"{base_url} has {last + 1:,} shards: give --count {last + 1} or less, and --val-shard {last} "
+            "or less."
+        )
     if val_shard is None:
         val_shard = count - 1 if last is None else last
     train = [number for number in range(count) if number != val_shard][: count - 1]

@@ -141,7 +141,7 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
     if found:
         return found
     if damage:
-        print(f"warning: {damage} They are packed again.", file=sys.stderr, flush=True)
+        print(f"warning: {damage} The rows are packed again.", file=sys.stderr, flush=True)
     try:
         with locked(data_dir / "rows" / ".lock"):
             found, _ = _find(folder, digest)
@@ -233,9 +233,11 @@ def _pack(
 
 def _refuse_too_little(meta: dict[str, Any], data_dir: Path) -> None:
     if meta.get("masked") and not (meta["train_rows"] and meta["val_rows"]):
+        split = "val" if meta["train_rows"] else "train"
         raise DataError(
-            f"In no conversation of one split of {data_dir} is there a token of an assistant among the first "
-            f"{meta['sequence_len'] + 1}: give a greater sequence length."
+            f"No conversation of the {split} split of {data_dir} has text of an assistant in its first "
+            f"{meta['sequence_len'] + 1} tokens, so there is nothing to predict. Use a greater sequence "
+            "length: with the playbooks -e sequence_len=N, by hand --sequence-len N."
         )
     for split, least in () if meta.get("masked") else (("train", 2), ("val", 1)):
         if meta[f"{split}_rows"] < least:

@@ -162,8 +162,8 @@ def _exchange(
         if missing:
             names = ("Rank " if len(missing) == 1 else "Ranks ") + ", ".join(map(str, missing))
             raise Retryable(
-                f"{names} did not arrive within {arrival_seconds:.0f} s of {mine}. "
-                "Check the logs of the missing hosts."
+                f"{names} did not become ready within {arrival_seconds:.0f} s, while {mine} waited. To see "
+                "why: ansible-playbook logs.yml (the first error is at the top)."
             )
         records = [Record(**json.loads(store.get(keys[rank]))) for rank in range(world_size)]
         read = {rank: f"consistency/read/{rank}" for rank in range(world_size)}

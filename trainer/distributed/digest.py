@@ -21,7 +21,10 @@ from trainer.data.files import write_json
 from trainer.distributed.process_group import Collectives
 from trainer.outcome import Final, Retryable
 
-REMEDY = "Its memory fails or it computes wrongly: test it (memtest86+) or train without it."
+REMEDY = (
+    "The memory or the processor of each host named here may be faulty: test it (memtest86+), or remove "
+    "the host from the inventory."
+)
 
 
 def tensor_digest(tensor: Tensor) -> int:
@@ -47,14 +50,15 @@ def compare_batches(group: Collectives, checksums: Sequence[int], step: int) -> 
     if len(set(checksums)) == 1:
         return
     minority = minority_ranks(checksums)
-    who = " and ".join(f"{group.peers[rank]} with {checksums[rank] >> 32} active rows" for rank in minority)
+    who = " and ".join(str(group.peers[rank]) for rank in minority)
     if len(minority) < group.world_size:
         found = f"{who[0].upper()}{who[1:]} read another batch for step {step} than the other ranks"
     else:
         found = f"Ranks read different batches for step {step}, and no majority shows which is right: {who}"
     raise Retryable(
-        f"{found}. Each row matched its checksum, so a bit has changed in memory since. The next attempt "
-        "reads the batch again. If this happens again, test the memory of that host (memtest86+)."
+        f"{found}. Each row matched its checksum, so the memory of a named host may be faulty. The next "
+        "attempt reads the batch again. If this message appears again, test the memory of these hosts "
+        "(memtest86+)."
     )
 
 
@@ -112,17 +116,18 @@ class ParameterCheck:
             for rank in ranks if ranks != everyone else ():
                 names_of.setdefault(rank, []).append(name)
         for rank, names in sorted(names_of.items()):
-            sentences.append(f"R{str(self._group.peers[rank])[1:]} differs from most in {_some(names)}.")
+            name = f"R{str(self._group.peers[rank])[1:]}"
+            sentences.append(f"{name} differs from most ranks in the parameter {_some(names)}.")
         if without_majority:
             groups: dict[int, list[str]] = {}  # of ranks with equal values
             for peer, value in zip(self._group.peers, differing[without_majority[0]], strict=True):
                 groups.setdefault(value, []).append(str(peer))
             who = " and ".join(map(", ".join, groups.values()))
-            sentences.append(f"In {_some(without_majority)} no majority shows who is right: {who} differ.")
+            sentences.append(f"In {_some(without_majority)} no majority shows which is right: {who} differ.")
             sentences.append(
-                "The memory of one of them fails, or it computes wrongly. Test them (memtest86+) and train "
-                f"again with all of them: from the last checkpoint the run computes step {step} again and "
-                "reports which of them had changed."
+                "The memory or the processor of one of these hosts may be faulty: test them (memtest86+). "
+                "Then start the run again on all of them: it resumes from its last checkpoint, computes step "
+                f"{step} again and reports which rank had other values."
             )
         else:
             sentences.append(REMEDY)

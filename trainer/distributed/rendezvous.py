@@ -53,7 +53,8 @@ def no_store(env: RankEnv, seconds: float, error: Exception) -> Retryable:
     cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return Retryable(
         f"The rendezvous store at {env.master_addr}:{env.master_port} did not answer within "
-        f"{seconds:.0f} s ({cause}). Is rank 0 running, and is its port open to {env.host}?"
+        f"{seconds:.0f} s ({cause}). Rank 0 is not running, or its port is not open to {env.host}. To see "
+        "which: ansible-playbook status.yml, then: ansible-playbook doctor.yml"
     )
 
 

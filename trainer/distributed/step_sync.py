@@ -107,8 +107,10 @@ class StepSync:
         tables = rest[FLAGS:]
         if rows != self._rows_per_step:
             raise Final(
-                f"The ranks took {rows:.0f} rows of a step of {self._rows_per_step}: their batch splits "
-                "differ, which is a fault of the trainer."
+                f"The rows of this step add up to {rows:.0f} over all ranks instead of "
+                f"{self._rows_per_step}, so the ranks have different batch splits. This is a bug in "
+                "nanofleet. Start the run again: it resumes from its last checkpoint. Keep the logs of all "
+                "ranks for a bug report."
             )
         n = self._group.world_size
         shares = [round(share) for share in tables[n : 2 * n]]

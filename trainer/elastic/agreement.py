@@ -304,7 +304,11 @@ class Follower:
             if self._keys.get(f"dropped/{self.me.number}") == str(self.me.incarnation):
                 raise self._left_out()
             self._sleep(POLL_SECONDS)
-        raise Retryable("The coordinator proposed no members. Is its host reachable and its rank active?")
+        raise Retryable(
+            f"The coordinator did not confirm in time which ranks continue the run; {self.me} waited for it. "
+            "The host of the coordinator is unreachable, or its rank is not running. To see which: "
+            "ansible-playbook status.yml"
+        )
 
     def _left_out(self) -> Retryable:
         text = (

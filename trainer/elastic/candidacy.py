@@ -334,7 +334,7 @@ def read_term(path: Path, hosts: Sequence[str]) -> int:
 
     hosts: names of the hosts of the run. If the file was written for other hosts, the result is the lowest
     term, not below that in the file, whose coordinator is the first of `hosts`. Raises ConfigError if the
-    file is damaged.
+    file is damaged or cannot be read.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -344,6 +344,7 @@ def read_term(path: Path, hosts: Sequence[str]) -> int:
         return NONE
     except (OSError, ValueError, TypeError, LookupError):
         raise ConfigError(
-            f"{path} is damaged. It keeps this host from taking part in two elections at once. Stop the run "
-            "(ansible-playbook stop.yml), remove the file, and start the run again."
+            f"{path} is damaged or cannot be read. The file ensures that this host does not vote twice in "
+            "one election, so stop the run before you remove it: ansible-playbook stop.yml, then on this "
+            f"host: sudo rm {path}, then start the run again: ansible-playbook train.yml"
         ) from None

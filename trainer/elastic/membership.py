@@ -253,7 +253,11 @@ class Membership:
         if self.view.kind:
             return self.view.kind
         if kind != "cpu":
-            raise Final("An elastic run computes on CPUs. Set elastic=false, or device=cpu.")
+            raise Final(
+                "elastic is true and the ranks would compute on GPUs, but an elastic run computes on CPUs "
+                "only. Set elastic to false to use the GPUs, or device to cpu: with the playbooks "
+                "-e elastic=false or -e device=cpu, by hand --elastic false or --device cpu."
+            )
         if self._coordinator:
             self._kind = kind
         return kind
@@ -456,7 +460,10 @@ class Membership:
                 self.send_state(dist.PrefixStore(f"fetch/{token}", store))
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            text = f"The shared state could not be sent to rank {number} before it joins ({reason})."
+            text = (
+                f"The shared state could not be sent to rank {number} in advance ({reason}). The rank "
+                "receives it when it joins, and the other ranks wait meanwhile. No action is needed."
+            )
             self._log.warning(text, extra=fields("fetch", rank=number))
 
     def _break(self, view: View, reason: str) -> None:

@@ -129,7 +129,10 @@ class ElasticSetup(RunSetup):
             megabytes = prefetch.receive_state(store, self.sync, self.optimizer)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            self.log.warning(f"The shared state did not arrive before this rank joins ({reason}).")
+            self.log.warning(
+                f"This rank did not receive the shared state in advance ({reason}). It receives the state "
+                "when it joins, and the other ranks wait meanwhile. No action is needed."
+            )
             return
         self._is_new = False
         self.log.info(f"Received {megabytes:,.0f} MB from the coordinator; joining the run.")

@@ -127,8 +127,9 @@ class SignedKeys:
         while not (text := keys.get("nonce")):
             if time.monotonic() - began > seconds:
                 raise Retryable(
-                    f"The rendezvous store answers, but the coordinator wrote no nonce within {seconds:.0f} "
-                    "s. Is its rank active, with the same release of nanofleet?"
+                    "The rendezvous store answers, but the coordinator has not written its first message "
+                    f"to it within {seconds:.0f} s. Its rank has ended, or it has another release of "
+                    "nanofleet. To see the state of the ranks: ansible-playbook status.yml"
                 )
             time.sleep(POLL_SECONDS)
         message = split(text)
@@ -143,7 +144,8 @@ class SignedKeys:
         theirs, _, its_term = message[2].partition(" ")
         if theirs != run_id:
             raise Final(
-                f"The coordinator trains the run {theirs}, not {run_id}. To train that one instead: "
+                f"The coordinator trains the run {theirs}, not {run_id}, so this host does not train. To "
+                f"train {run_id} instead: ansible-playbook stop.yml -e run_id={theirs}, then: "
                 f"ansible-playbook train.yml -e run_id={run_id}"
             )
         if its_term != term:

@@ -143,7 +143,10 @@ def read_task(path: Path) -> ChatTask:
             where = f"{path}, line {number}"
             questions.append(_question(where, text))
             if bool(questions[-1].choices) != bool(questions[0].choices):
-                raise DataError(f"{where}: a file has questions with choices or without: split it in two.")
+                raise DataError(
+                    f"{where}: this file has questions with choices and questions without choices. Split "
+                    "it into two files."
+                )
     if not questions:
         raise DataError(f"{path} has no question: a line is an object with question, answer and choices.")
     return ChatTask(path.stem, tuple(questions), hashlib.sha256(raw).hexdigest())

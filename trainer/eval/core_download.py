@@ -76,7 +76,11 @@ def _unpack(archive: Path, folder: Path) -> None:
             members = {info: _checked(info) for info in file.infolist() if not _is_extra(info)}
             sizes = sum(info.file_size for info in members)
             if sizes > MOST_BYTES or len(members) > MOST_FILES:
-                raise DataError(f"{archive} is no bundle: {len(members):,} files of {sizes:,} bytes.")
+                raise DataError(
+                    f"{archive} is too large for a CORE bundle: it has {len(members):,} files and "
+                    f"{sizes:,} bytes, and at most {MOST_FILES:,} files and {MOST_BYTES:,} bytes are "
+                    f"allowed. {ADVICE}"
+                )
             roots = [path.parent for path in members.values() if path.name == TASKS]
             if not roots:
                 raise DataError(f"{archive} is no CORE bundle: it has no {TASKS}.")
@@ -113,5 +117,8 @@ def _checked(info: zipfile.ZipInfo) -> PurePosixPath:
     kind = stat.S_IFMT(info.external_attr >> 16)
     unsafe = path.is_absolute() or ".." in path.parts or "\\" in info.filename or ":" in info.filename
     if unsafe or kind not in (0, stat.S_IFREG):
-        raise DataError(f"The zip file has the member {info.filename!r}, which is not safe: it is not used.")
+        raise DataError(
+            f"The zip file contains {info.filename!r}. Such a path or file type is not allowed in a CORE "
+            f"bundle, so nothing was unpacked. {ADVICE}"
+        )
     return path

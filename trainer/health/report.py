@@ -167,8 +167,9 @@ def _remedy(dead: Sequence[RankEvidence]) -> str:
     hosts = ", ".join(dict.fromkeys(each.peer.host for each in dead))
     if all(each.verdict == Verdict.GONE for each in dead):
         return (
-            f"Its log on {hosts} has the reason; "
-            "without one it was killed: by hand, or because memory ran out."
+            f"The log of {hosts} has the reason: ansible-playbook logs.yml. If the log has none, the "
+            "process was killed by hand, or by the kernel because memory ran out (to check, on that "
+            "host: sudo dmesg | grep -i oom)."
         )
     if all(each.verdict == Verdict.UNREACHABLE for each in dead):
         return f"Check that {hosts} is running, awake and connected to the network."

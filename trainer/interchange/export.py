@@ -53,7 +53,10 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
     model = GPTConfig(**meta["model_config"])
     tag = model_tag or f"d{model.n_layer}"
     if not RUN_ID_PATTERN.fullmatch(tag):
-        raise ConfigError(f"--model-tag {tag!r} names a folder: letters, digits, dots, dashes, underscores.")
+        raise ConfigError(
+            f"--model-tag is {tag!r}: it takes 1 to 63 letters, digits, dots, dashes and underscores, and "
+            "starts with a letter or digit."
+        )
     model_file = storage.model_file(step_dir, meta)
     weights = storage.read_tensors(model_file)
     check_fits(weights, model, model_file)

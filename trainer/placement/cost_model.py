@@ -260,12 +260,12 @@ def warn_of_baseline(model: CostModel, rows: int, sequence_len: int, mode: str) 
         return ""
     from_rows = model.pays_from(mode, rows)
     remedy = (
-        f"they pay from total_batch_size {from_rows * sequence_len} on"
+        f"All ranks together are faster from total_batch_size {from_rows * sequence_len} on (a new run)"
         if from_rows
-        else f"they would not at {LARGEST} times as many tokens either"
+        else f"They are not faster with {LARGEST} times as many tokens either"
     )
     return (
-        f"warning: the other ranks do not pay at {rows * sequence_len:,} tokens a step: "
-        f"{model.names[rank]} alone would take {alone:.3g} s a step, all together take {together:.3g} "
-        f"({mode}); {remedy}."
+        f"warning: {model.names[rank]} alone is predicted to be faster than all ranks together: "
+        f"{alone:.3g} s a step instead of {together:.3g} s ({mode}) at {rows * sequence_len:,} tokens a "
+        f"step. {remedy}."
     )

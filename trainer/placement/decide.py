@@ -283,6 +283,7 @@ def compare_placements(peers: Sequence[Peer], digests: Sequence[str]) -> None:
     others = [f"{peer} has {own}" for peer, own in zip(peers, digests, strict=True) if own != digests[0]]
     if others:
         raise Final(
-            f"The placements of the ranks differ: rank 0 has {digests[0]}, {', '.join(others)}. Start the "
-            "run again. If this repeats, report it with the logs of all ranks."
+            "The ranks have different placements (such as sync mode and rows per rank). The digest of rank 0 "
+            f"is {digests[0]}, but {', '.join(others)}. Start the run again. If this repeats, report it "
+            "with the logs of all ranks: ansible-playbook logs.yml"
         )

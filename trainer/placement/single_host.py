@@ -40,8 +40,8 @@ class FasterHost:
     def sentence(self, names: Sequence[str]) -> str:
         """A sentence that compares a step on the GPU with a step on all ranks. names: names of the ranks."""
         return (
-            f"The GPU of {names[self.rank]} would take {self.seconds:.3g} s a step alone, {len(names)} ranks "
-            f"together, on their CPUs, {self.together:.3g} s."
+            f"A step is predicted to take {self.seconds:.3g} s on the GPU of {names[self.rank]} alone, and "
+            f"{self.together:.3g} s on the CPUs of all {len(names)} ranks."
         )
 
     def verdict(self, names: Sequence[str]) -> str:
@@ -61,8 +61,8 @@ class FasterHost:
         """
         host = peers[self.rank].host
         sentence = (
-            f"{self.sentence(names)} Train on {host} alone. To train on all of them, set sync to "
-            "another mode than auto."
+            f"{self.sentence(names)} train.yml transfers the run to {host}; by hand, start it on {host} "
+            "alone. To train on all hosts, set sync to another mode than auto."
         )
         return TransferToHost(sentence, host, self.seconds, self.together, "\n".join(table))
 
@@ -89,7 +89,7 @@ def find_obstacles(
     elif meta.get("step"):
         why = "it resumes from a checkpoint"
     elif not requested:
-        why = "it has restarted by itself, so nobody starts it on another host"
+        why = "it has restarted by itself, and only train.yml transfers a run"
     if why:
         return {peer.rank: why for peer in peers}
     elsewhere = [peer.rank for peer in peers if "imported" in meta and peer.host != peers[0].host]
