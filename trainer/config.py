@@ -299,8 +299,9 @@ class RunConfig:
     def from_strings(cls, values: Mapping[str, Any]) -> RunConfig:
         """The configuration with `values`, which are cast and checked; other settings have their defaults.
 
-        values: {setting: text or number}, from a command line, YAML or JSON. Raises ConfigError for an
-        unknown name, a value of the wrong type or a value out of range.
+        values: {setting: text or number}, from a command line, YAML or JSON. If they have target_flops or
+        target_param_data_ratio but not num_iterations, num_iterations becomes 0. Raises ConfigError for an
+        unknown name, a value of the wrong type, a value out of range or values that contradict each other.
         """
         known = {f.name: f for f in dataclasses.fields(cls)}
         cast: dict[str, Any] = {}

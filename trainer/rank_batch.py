@@ -35,7 +35,8 @@ class RankBatch(NamedTuple):
 def rank_batch(batch: Batch, shares: Sequence[int], rank: int, device: torch.device) -> RankBatch:
     """The part of the global batch `batch` that `rank` trains on, as tensors on `device`.
 
-    shares: rows of the global batch for each rank, in rank order.
+    The tensors of `active_by_rank` are on the CPU. shares: rows of the global batch for each rank, in rank
+    order. Raises ValueError if their sum is not the number of rows of `batch`, or if one is negative.
     """
     tokens = torch.from_numpy(rank_rows(batch.tokens, shares, rank).astype(np.int64)).to(device)
     targets = rank_rows(batch.targets, shares, rank)

@@ -60,10 +60,15 @@ PREDICTION = "prediction.txt"
 class RunSetup:
     """Sets up one rank for step 0, or for the step after the checkpoint that it resumes from.
 
+    run_file: the run file. data_dir: the data directory. run_dir: the run directory, with the folder
+    checkpoints. env: environment of this rank. run_status, watchdog, log: those of this rank.
     Set before `run`:
-    predicts: whether speeds are measured and steps predicted even if neither shares nor sync is auto.
+    predicts: whether speeds are measured and steps predicted even if neither shares nor sync is auto. On a
+        resume with the same hosts nothing is measured.
     trains: whether the ranks train after the setup.
     evaluates_core: whether the ranks evaluate CORE if core_metric_every is set.
+    copies_to: the host that keeps copies of checkpoints before others; "": the next hosts in rank order.
+    tracks_on_all_hosts: whether each host keeps the figures, because it may become the coordinator.
     from_checkpoint: on rank 0, the checkpoint that a run of stage sft begins with.
     Set by `run`, for the training loop:
     plan: plan of the run, with the batch split at the first step. data: rows and tokenizer.
@@ -81,8 +86,8 @@ class RunSetup:
     predicts = False
     trains = True
     evaluates_core = True
-    copies_to = ""  # the host that keeps copies of checkpoints before others; "": the next ones in rank order
-    tracks_on_all_hosts = False  # each host keeps the figures, because it may become the coordinator
+    copies_to = ""
+    tracks_on_all_hosts = False
     from_checkpoint: Path | None = None
 
     plan: Plan

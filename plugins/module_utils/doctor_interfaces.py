@@ -61,7 +61,8 @@ def ports_of(options: Mapping[str, Any]) -> list[str]:
 def is_behind_windows(measured: Measured, host: str) -> bool:
     """Whether a host runs in WSL2 with NAT networking, and no peer reaches all of its probed ports.
 
-    measured: host -> its measurements (see doctor_measured).
+    The result is False if no peer has probed the host. measured: host -> its measurements (see
+    doctor_measured).
     """
     views = [of_peer["paths"][host] for of_peer in measured.values() if host in of_peer["paths"]]
     is_nat = measured[host]["facts"].get("wsl") == "nat"
@@ -180,7 +181,8 @@ def made_interfaces(of_host: Mapping[str, Any]) -> list[dict[str, Any]]:
 def used_interface(of_host: Mapping[str, Any], peer: str) -> str:
     """The interface over which the kernel of a host sends packets to `peer`; "" if it is unknown.
 
-    of_host: the measurements of the host (see doctor_measured).
+    of_host: the measurements of the host (see doctor_measured). peer: a key of its `paths`. Raises KeyError
+    for a host that it has not probed.
     """
     return str((of_host["paths"][peer].get("route") or {}).get("interface") or "")
 

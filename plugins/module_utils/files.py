@@ -31,7 +31,8 @@ def load_json(path: str) -> dict[str, Any] | None:
 def write_whole(path: str, text: str, mode: int = 0o644) -> None:
     """Write a text to the file `path` atomically: temporary file, fsync, os.replace.
 
-    The folder of the file is created if it is missing. mode: the permission bits of the file.
+    path: has a folder, such as ./run.json; the folder is created if it is missing. mode: the permission bits
+    of the file. Raises OSError if the file cannot be written; an existing file is then unchanged.
     """
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o755, exist_ok=True)

@@ -3,7 +3,7 @@
 A finding is a dict with the keys
     code        code of the message
     host        the host, setting or option that the finding is about
-    problem     one sentence
+    problem     what is wrong and why, one or more sentences
     remedy      the fix
     severity    refusal (stops the command), error (prevents training) or warning (stops nothing)
     peer        only in findings of the doctor: the host at the other end of the path
@@ -28,8 +28,9 @@ UNCHANGED = "nothing was changed"
 def finding(code: str, host: str, problem: str, remedy: str, severity: str = "refusal") -> Finding:
     """A finding as a dict with code, host, problem, remedy and severity (see the top of this file).
 
-    code: the code of the message. host: the host, setting or option that the finding is about. problem: one
-    sentence. remedy: the fix. severity: refusal (stops the command), error or warning.
+    code: the code of the message. host: the host, setting or option that the finding is about. problem: what
+    is wrong and why, one or more sentences. remedy: the fix. severity: refusal (stops the command), error
+    (prevents training) or warning (stops nothing).
     """
     return {"code": code, "host": host, "problem": problem, "remedy": remedy, "severity": severity}
 

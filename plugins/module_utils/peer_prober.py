@@ -199,7 +199,10 @@ def rate(count: float, seconds: float) -> float:
 
 
 def headers(address: str) -> int:
-    """Bytes of the IP and TCP headers of a packet, without options."""
+    """The bytes of the IP and TCP headers of a packet without options: 60 for IPv6, 40 for IPv4.
+
+    address: the IP address of either end.
+    """
     return 60 if ":" in address else 40
 
 

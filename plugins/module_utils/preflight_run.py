@@ -249,7 +249,7 @@ class Need:
 
     @property
     def memory_gb(self) -> float:
-        """The memory in GiB that all ranks of the host need."""
+        """The memory in GiB that a run needs on the host: `parts` for each of its ranks, and `once`."""
         return self.ranks * sum(self.parts.values()) + sum(self.once.values())
 
     def with_(self, **values: Any) -> Need:

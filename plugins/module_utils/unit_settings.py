@@ -37,7 +37,8 @@ def systemd_quote(value: Any, command: bool = False, file: bool = False) -> str:
     """`value` as one word of a setting of systemd that takes several words.
 
     command: whether it is part of a command, where $ begins a variable. file: whether it is written to a unit
-    file, where % begins a specifier.
+    file, where % begins a specifier. Raises AnsibleFilterError if `value` has a control character, such as a
+    line break.
     """
     text = _text(value)
     if not PLAIN.fullmatch(text):
@@ -47,12 +48,18 @@ def systemd_quote(value: Any, command: bool = False, file: bool = False) -> str:
 
 
 def systemd_line(value: Any) -> str:
-    """`value` as a setting of systemd that takes the rest of its line, such as User=."""
+    """`value` as a setting of systemd that takes the rest of its line, such as User=.
+
+    Raises AnsibleFilterError if `value` has a control character.
+    """
     return _text(value).replace("%", "%%")
 
 
 def systemd_env(value: Any) -> str:
-    """`value` for a line NAME=VALUE in an environment file of systemd."""
+    """`value` for a line NAME=VALUE in an environment file of systemd.
+
+    Raises AnsibleFilterError if `value` has a control character.
+    """
     return '"' + re.sub(r'([\\"$`])', r"\\\1", _text(value)) + '"'
 
 

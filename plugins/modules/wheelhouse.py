@@ -1,9 +1,12 @@
 #!/usr/bin/python
 """Ansible module: make a wheelhouse, the folder of all wheels for one kind of host, with a lock file.
 
-The wheels are those that an extra of pyproject.toml needs. The module runs on the controller, whose system
-and Python may differ from those of the hosts. The packages are the ones in requirements/hashes.txt whose
-markers hold for the host. pip downloads these packages in these versions, and resolves no dependencies.
+The wheels are those that an extra of pyproject.toml needs. With the option project (the default), the
+project's own wheel, which the module builds, and the wheels that the project needs are included. The module
+runs on the controller, whose system and Python may differ from those of the hosts. The packages are the ones
+in requirements/hashes.txt whose markers hold for the host, in the versions of constraints.txt. If the wheel
+of torch from the index torch_index needs another CUDA version, the CUDA packages are the ones that this wheel
+names. pip downloads these packages in these versions, and resolves no dependencies.
 """
 
 from __future__ import annotations

@@ -48,9 +48,11 @@ class StepOperations:
     """The operations of one rank in a step, from which the roofline limit follows.
 
     model_flops: FLOPs of forward and backward of the model.
-    muon_flops: FLOPs of Muon by its definition: five Polar Express iterations for each matrix. For long
-        matrices in float32, Muon computes fewer FLOPs, because it iterates on the smaller Gram matrix.
-    adamw_bytes: bytes that AdamW reads and writes.
+    muon_flops: FLOPs of Muon on the matrices of this owner rank by its definition: five Polar Express
+        iterations for each matrix. For long matrices in float32, Muon computes fewer FLOPs, because it
+        iterates on the smaller Gram matrix.
+    adamw_bytes: bytes that AdamW reads and writes if this rank updates all rows of all its parameters. With
+        sync=exact and sync=fast a rank updates only its own rows of embeddings, so its bytes are fewer.
     """
 
     model_flops: int

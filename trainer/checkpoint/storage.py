@@ -83,7 +83,8 @@ class State:
     """The state of a run after a step, as a checkpoint contains it.
 
     meta: content of meta.json, such as step. model: {parameter name: tensor}. optim: {parameter name: {state
-    name: tensor}}, for the whole model.
+    name: tensor}}, for the whole model. Names of the state of the sync mode have the prefix COMMON (see
+    exchange.py); the others are those of the optimizer.
     """
 
     meta: dict[str, Any]

@@ -21,9 +21,11 @@ MOST_SUMS = 2**20  # bytes of a list of checksums, at most
 def public_shards(base_url: str, count: int, val_shard: int | None = None) -> tuple[str, list[str]]:
     """Select `count` shards of a data set; returns (URL of the data set, file names of the shards).
 
-    The validation shard is the last of them. `base_url` is a URL or a name in `PUBLIC`. `val_shard` is the
-    number of the validation shard; its default is the last shard of a data set in `PUBLIC`, and `count` - 1
-    for another URL. Raises DataError if an argument is invalid.
+    The last name is that of the validation shard. The names before it are those of the `count` - 1 other
+    shards with the lowest numbers, for training. base_url: a URL or a name in `PUBLIC`. val_shard: number of
+    the validation shard, 0 or more; None: the last shard of a data set in `PUBLIC`, `count` - 1 for another
+    URL. Raises DataError if `base_url` is neither a URL nor a name in `PUBLIC`, if `count` is below 2, or if
+    a data set in `PUBLIC` has fewer shards.
     """
     url, last = PUBLIC.get(base_url, (base_url.rstrip("/"), None))
     if not url.startswith(("http://", "https://")):
@@ -73,10 +75,12 @@ def download(base_url: str, names: Sequence[str], folder: Path, sums: Mapping[st
 def fetch(url: str, path: Path, sha256: str, shared: SharedState) -> Entry:
     """Download the shard at `url` to `path` unless `path` is that shard already; returns its manifest entry.
 
-    The entry lacks the key `split`. sha256: the expected sha256 of the file, 64 hex digits, or "" if it is
-    not known. shared: progress, sizes and stop event of concurrent downloads. The file name ends with `.part`
-    until length, text and, if known, sha256 are verified. If one of them is wrong, the file is downloaded
-    once more from the start. Raises DataError if the second file is wrong too, or a download fails.
+    The entry lacks the key `split`. sha256: the expected sha256 of the file, 64 hex digits; "": the one that
+    the server sends, if it sends one. shared: progress, sizes and stop event of concurrent downloads. The
+    file name ends with `.part` until the file is complete and its text and, if known, its sha256 are
+    verified. An incomplete file is continued. If text or sha256 is wrong, the file is downloaded once more
+    from the start. Raises DataError if the second file is wrong too, or if a download fails; StoppedError if
+    `shared.stop` is set.
     """
     if path.exists():
         with contextlib.suppress(DataError):  # a damaged file is downloaded again

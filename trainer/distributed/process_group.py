@@ -223,8 +223,8 @@ class Collectives:
         """Start to send a piece of the flat `tensor` to each rank, and to receive one from each rank.
 
         sends, receives: by rank, the number of values sent to that rank and received from it; 0 for this rank
-        itself. `tensor` and the tensor received have the pieces one after another, in rank order. Returns
-        (the flat tensor received, the Pending whose `wait` fills it).
+        itself. `tensor` and the tensor received have the pieces one after another, in rank order. Returns the
+        tuple (received, pending). `self.wait([pending])` fills `received`, a flat tensor.
         """
         received = tensor.new_empty(sum(receives))
         if self.world_size == 1:
@@ -239,7 +239,8 @@ class Collectives:
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         """Start to gather flat tensors of equal length on every rank.
 
-        Returns (the table, shape (world_size, n), the Pending whose `wait` fills it).
+        tensor: (n,). Returns the tuple (table, pending). `self.wait([pending])` fills `table`, (world_size,
+        n), which has a row for each rank, in rank order.
         """
         table = tensor.expand(self.world_size, -1).clone()
         rows = list(table.unbind())

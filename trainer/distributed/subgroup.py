@@ -33,10 +33,12 @@ class Subgroup:
 
     @classmethod
     def open(cls, group: Collectives, name: str, members: Sequence[int], source: int) -> Subgroup:
-        """Connect the ranks `members`.
+        """Connect the ranks `members`; returns the subgroup on all ranks of `group`.
 
-        All ranks of `group` call it, and start it and other collectives in the same order. name: name of the
-        subgroup. source: the member that broadcasts. Raises PeerLost if a member cannot be connected.
+        On a rank that is not a member, `is_member` is False, and no collective of the subgroup may be called.
+        All ranks of `group` call this function, and start it and other collectives in the same order. name:
+        name of the subgroup. source: the member that broadcasts. Raises PeerLost if a member cannot be
+        connected.
         """
         ranks = sorted(members)
         try:

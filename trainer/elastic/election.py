@@ -163,7 +163,10 @@ class Election:
     def decide(self) -> Elected | None:
         """The elected coordinator; None while there is none.
 
-        It is this host if a quorum of hosts supports this host. Sets `term` to the term of the coordinator.
+        It is the host that has answered as the coordinator of the highest term in the last FRESH_SECONDS, if
+        that term is not below `term`. Else it is this host, if a quorum of hosts supports this host, and a
+        majority of the hosts has answered it or HEARD_SECONDS have passed; both counts include this host.
+        Sets `term` to the term of the coordinator, and `known`, `previous` and `is_over`.
         """
         leaders = [
             each

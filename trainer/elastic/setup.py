@@ -71,14 +71,17 @@ class Kept:
 class ElasticSetup(RunSetup):
     """Sets up a rank of an elastic run, whose ranks agree on the members of the run before they connect.
 
-    membership: the members, once the rendezvous store is open; None before.
-    end_process: function that ends this process from another thread than the training thread.
+    Set before `run`, besides the attributes of RunSetup:
+    end_process: function that ends this process from another thread than the training thread. It must be set.
     candidacy: the elections, with coordinator_failover; else None.
     copy: the copy of the state, on a coordinator that continues the run from its memory; else None.
-    kept: with sync=local, what this rank continues from after an election; else None.
+    kept: with sync=local, what this rank continues from after an election; else None. `run` sets it to None.
     wait_for_checkpoint: after an election, function that waits until this process has written the state of
         the last term as a checkpoint; else None.
-    terms: with coordinator_failover, a list [term, step after which the term began] for each term of the run.
+    Set by `run`:
+    membership: the members as this rank sees them, once the rendezvous store is open; None before.
+    terms: a list [term, step after which the term began] for each term of the run. It exists only with
+        coordinator_failover.
     """
 
     membership: Membership | None = None

@@ -196,10 +196,12 @@ def send_line(connection: socket.socket, message: dict[str, Any], deadline: floa
 
 
 def read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
-    """Read a line of about `limit` bytes at most.
+    """Read a line; returns its bytes with the newline. The sender must send nothing after it until answered.
 
-    Raises TimeoutError if the line has not arrived by `deadline`, a time of time.monotonic(). Raises
-    ValueError if the line is longer, or if the connection closes before its end.
+    limit: no block is read after more than `limit` bytes. A block has 65,536 bytes at most, so the line may
+    be longer than `limit` by that number. Raises TimeoutError if the line has not arrived by `deadline`, a
+    time of time.monotonic(); ValueError if the line is longer, or if the connection closes before its end;
+    OSError if the connection fails.
     """
     line = bytearray()
     while len(line) <= limit and not line.endswith(b"\n"):

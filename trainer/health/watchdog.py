@@ -128,8 +128,9 @@ class Watchdog:
         """The ranks, by their number at launch, that still compute a step while other ranks wait for them.
 
         seconds: how long this rank must have waited in the phase sync; if it computes itself, how long
-        another rank must have waited. It is two median steps at least. The result is empty if no rank has
-        waited for so long, or if no step is measured yet. Ranks whose phase is not known are left out.
+        another rank must have waited. A value below two median steps counts as two median steps. The
+        result is empty if no rank has waited for so long, or if no step is measured yet. Ranks whose phase is
+        not known are left out.
         """
         mine, median = self._run_status.record(), self._run_status.step_seconds
         received = {rank: known for rank, known in self._exchange.received.items() if rank in self._others}

@@ -23,8 +23,9 @@ SYSCTL_SECONDS = 2.0
 def host_facts() -> dict[str, str]:
     """Facts of this host as texts. A fact that the system does not provide has no key.
 
-    Keys: hostname, system, kernel, machine (architecture), cpu (model name), cores ("4", or "4 of 8" if this
-    process may use 4 of 8), memory (in GiB), python, torch and mlflow (versions).
+    Keys: hostname, system, kernel, machine (architecture), cpu (model name; the architecture if the system
+    has no model name), cores ("4", or "4 of 8" if this process may use 4 of 8), memory (such as "15.6 GiB"),
+    python, torch and mlflow (versions).
     """
     facts = {
         "hostname": socket.gethostname(),

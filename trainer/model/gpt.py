@@ -248,7 +248,7 @@ class GPT(nn.Module):
         """Logits of selected positions only, (positions, V), row by row.
 
         idx: token ids, (B, T). chosen: bool, (B, T), True at the selected positions. The other positions take
-        neither time nor memory for logits.
+        neither time nor memory for logits. Raises ValueError if T is more than sequence_len.
         """
         return self._logits(self._body(idx, None)[chosen])
 

@@ -104,14 +104,16 @@ def polar_express_flops(rows: int, cols: int, dtype: torch.dtype = torch.float32
 
 
 def orthogonalize(G: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
-    """A near-orthogonal matrix in G's direction, with the Frobenius norm sqrt(min(rows, cols)).
+    """Approximate the orthogonal polar factor of G (rows, cols) after scaling the rows of G to equal norms.
 
-    If G is zero, the result is zero. GEMMs are computed in `compute_dtype`, by default G's dtype; norms and
-    the result have G's dtype.
+    The rows are scaled because the matrix is then better conditioned (arXiv 2603.28254); the result differs
+    from the polar factor of G itself. It has G's shape and the Frobenius norm sqrt(min(rows, cols)); it is
+    zero if G is zero. GEMMs are computed in `compute_dtype`, by default G's dtype; norms and the result have
+    G's dtype.
     """
     rows, cols = G.shape
     row_norms = G.norm(dim=1, keepdim=True).clamp_min(1e-6)
-    G = G * (G.norm() / rows**0.5 / row_norms)  # rows of one length are better conditioned: arXiv 2603.28254
+    G = G * (G.norm() / rows**0.5 / row_norms)
     X = polar_express((G / (1.01 * G.norm() + 1e-6)).to(compute_dtype or G.dtype)).to(G.dtype)
     return X * (min(rows, cols) ** 0.5 / X.norm().clamp_min(1e-6))
 
