@@ -7,6 +7,8 @@ micro-batches. Where these two differ by more, now or a few steps later, the dis
 times as much. A wrong row or a lost update is seen in the third digit.
 
 Two processes continue one piece after the other, because a process takes longer to start than to train one.
+They are replaced after some pieces: a pool that does so by itself (max_tasks_per_child) can wait for ever
+(Python 3.11).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 from .test_elastic import MODEL, STEPS
 
 MOST_STEPS = 60  # between two checkpoints
+PIECES_AT_ONCE = 50
 TOLERANCE, WIDER, LATER = 1e-10, 1000.0, 3
 ROWS, OTHER_ROWS = 8, 2  # of a micro-batch
 
@@ -38,9 +41,10 @@ def check_losses(folder: Path, dataset: Path, losses: Losses, **settings: object
     assert saved[-1] == max(map(max, losses.values())), "the last step is saved"
     assert max(end - start for start, end in pieces) < MOST_STEPS, saved
     check = partial(_check_piece, losses, partial(_continue, folder, dataset, settings))
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, spawn, _one_thread, max_tasks_per_child=100) as pool:
-        others = sum(pool.map(check, pieces))
+    spawn, others = multiprocessing.get_context("spawn"), 0
+    for first in range(0, len(pieces), PIECES_AT_ONCE):
+        with ProcessPoolExecutor(2, spawn, _one_thread) as pool:
+            others += sum(pool.map(check, pieces[first : first + PIECES_AT_ONCE]))
     print(f"{saved[-1] - others} of {saved[-1]} steps equal at {TOLERANCE:g}, the others at more", flush=True)
 
 
