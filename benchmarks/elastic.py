@@ -36,6 +36,7 @@ from trainer.formatting import markdown_table
 
 ROOT = ranks.ROOT
 RECORD = record.RECORDED / "elastic.json"
+MARK = "elastic"  # of the result in docs/explanation/elastic.md
 RUNS = "/var/lib/nanofleet/runs"
 AWAY_SECONDS = 20.0
 CALM_STEPS = 5  # of all ranks before the next event

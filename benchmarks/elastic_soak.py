@@ -34,6 +34,7 @@ from benchmarks.lab import machine
 
 ROOT = ranks.ROOT
 RECORD = record.RECORDED / "soak.json"
+MARK = "soak"  # of the result in docs/explanation/elastic.md
 EVERY_SECONDS = 45.0
 AWAY_SECONDS = 5.0, 20.0  # the least and the most
 SETTINGS = {**elastic.SETTINGS, "elastic": "true"}

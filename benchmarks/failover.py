@@ -24,6 +24,7 @@ from benchmarks.lab import machine
 from trainer.formatting import markdown_table
 
 RECORD = record.RECORDED / "failover.json"
+MARK = "failover"  # of the result in docs/explanation/elastic.md
 SETTINGS = {**elastic.SETTINGS, "elastic": "true"}
 HEAD = ("event at the coordinator", "next step after, s", "steps trained again", "all train after, s")
 WAIT_SECONDS = 240.0

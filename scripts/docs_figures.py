@@ -6,6 +6,7 @@
     python -m benchmarks.scaling ... --record         writes docs/recorded/scaling.json
     python -m benchmarks.elastic ... --record         writes docs/recorded/elastic.json
     python -m benchmarks.failover ... --record        writes docs/recorded/failover.json
+    python -m benchmarks.elastic_cost ... --record    writes docs/recorded/elastic-cost.json
     python -m benchmarks.elastic_soak ... --record    writes docs/recorded/soak.json
     python -m benchmarks.assistant ...                writes docs/recorded/assistant.json
     python -m benchmarks.gpu --record FILE            writes docs/recorded/gpu.json
@@ -21,6 +22,7 @@ replaces what stands between each of these marks and `<!-- end -->`:
     <!-- elastic -->       docs/explanation/elastic.md: hosts that leave and join
     <!-- failover -->      the same page: the loss of the coordinator
     <!-- soak -->          the same page: the result of a soak
+    <!-- elastic-cost -->  the same page: what elastic=true costs while nothing happens
     <!-- assistant -->     docs/assistant.md: the figures and answers of the assistant's runs
     <!-- gpu -->           docs/how-to/gpu-host.md: steps on one GPU
 """
@@ -34,7 +36,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import assistant, elastic, elastic_soak, failover, gpu, replay, scaling
+from benchmarks import assistant, elastic, elastic_cost, elastic_soak, failover, gpu, replay, scaling
 from scripts.generated import ROOT, write
 from trainer.formatting import markdown_table
 
@@ -209,11 +211,10 @@ def pages() -> dict[Path, str]:
     texts[MODES_PAGE] = marked(MODES_PAGE.read_text(encoding="utf-8"), "compression", modes)
     ranks = scaling_block(json.loads(scaling.RECORD.read_text(encoding="utf-8")))
     texts[SCALING_PAGE] = marked(SCALING_PAGE.read_text(encoding="utf-8"), "scaling", ranks)
-    events = elastic.block(json.loads(elastic.RECORD.read_text(encoding="utf-8")))
-    soak = elastic_soak.block(json.loads(elastic_soak.RECORD.read_text(encoding="utf-8")))
-    page = marked(ELASTIC_PAGE.read_text(encoding="utf-8"), "elastic", events)
-    lost = failover.block(json.loads(failover.RECORD.read_text(encoding="utf-8")))
-    texts[ELASTIC_PAGE] = marked(marked(page, "soak", soak), "failover", lost)
+    texts[ELASTIC_PAGE] = ELASTIC_PAGE.read_text(encoding="utf-8")
+    for benchmark in (elastic, failover, elastic_soak, elastic_cost):
+        found = benchmark.block(json.loads(benchmark.RECORD.read_text(encoding="utf-8")))
+        texts[ELASTIC_PAGE] = marked(texts[ELASTIC_PAGE], benchmark.MARK, found)
     run = assistant.block(json.loads(assistant.RECORD.read_text(encoding="utf-8")))
     texts[ASSISTANT_PAGE] = marked(ASSISTANT_PAGE.read_text(encoding="utf-8"), "assistant", run)
     one_gpu = gpu.block(json.loads(gpu.RECORD.read_text(encoding="utf-8")))
