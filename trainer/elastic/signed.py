@@ -28,13 +28,8 @@ VARIABLE = "NANOFLEET_SECRET_FILE"
 SECRET_BYTES = 32
 NONCE_SECONDS = 45.0  # from the start of the store until the coordinator has written the nonce
 POLL_SECONDS = 0.05
-OF_A_RANK = (
-    "join",
-    "leave",
-    "ready",
-    "accepted",
-    "meet",
-)  # keys that end in the number of the rank that writes them
+# Keys that end in the number of the rank that writes them.
+OF_A_RANK = ("join", "leave", "ready", "accepted", "meet")
 
 
 def read_secret() -> bytes:
