@@ -9,13 +9,15 @@ the first ones, so many as the step says. Or a bit of a parameter that all ranks
 (flip). Or, in an elastic run, it dies as it connects to the other members (vanish), or it freezes then
 (halt), or it connects so many seconds later (late); step 1 stands for the first connection to them, 2 for the
 second. Or it dies at that step as it evaluates, saves, or leaves the members of before a change
-(exit_evaluate, exit_save, exit_change; with step 0 at any).
+(exit_evaluate, exit_save, exit_change; with step 0 at any). Or, in an elastic run, it writes to a file how
+many parameters it has in memory as it connects to the other members, a line each time (parameters).
 
 python tests/trainer/faulty.py burn 5 8 train --data-dir ...       # at step 5, for 8 s
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -54,6 +56,9 @@ def plant(fault: str, step: int, seconds: float) -> None:
         return
     if fault in ("halt", "late"):
         plant_connection(step, seconds)
+        return
+    if fault == "parameters":
+        plant_count_of_parameters()
         return
     if fault in EXITS:
         plant_exit(EXITS[fault], step)
@@ -103,6 +108,23 @@ def plant_connection(number: int, seconds: float) -> None:
         return sound(self, *arguments)
 
     setattr(owner, name, call)
+
+
+def plant_count_of_parameters() -> None:
+    """Let this rank write how many parameters it has in memory as it connects to the other members."""
+    from torch import nn
+
+    from trainer.elastic.setup import ElasticSetup
+
+    sound = ElasticSetup._connect_view
+
+    def call(self: Any, view: Any) -> None:
+        parameters = sum(isinstance(each, nn.Parameter) for each in gc.get_objects())
+        with open(self.checkpoints.parent / "parameters", "a", encoding="ascii") as file:
+            file.write(f"{parameters}\n")
+        sound(self, view)
+
+    ElasticSetup._connect_view = call  # type: ignore[method-assign]
 
 
 def plant_exit(method: str, step: int) -> None:

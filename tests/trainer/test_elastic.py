@@ -215,6 +215,14 @@ def test_a_rank_that_dies_as_it_joins_costs_seconds(elastic: Begin, undisturbed:
     check_losses(run, undisturbed)
 
 
+def test_the_model_of_a_failed_step_is_gone_before_the_next_one_is_built(elastic: Begin) -> None:
+    run = elastic(3, faults=[SLOW, "parameters 0 0", SLOW])
+    run.reach(15)
+    run.lose(2)
+    run.has_ranks(2)
+    assert (run.run_dir(1) / "parameters").read_text().split() == ["0", "0"]
+
+
 @pytest.mark.parametrize("connection", [1, 2])
 def test_a_rank_that_freezes_as_it_joins_costs_seconds(
     elastic: Begin, undisturbed: list[float], connection: int
