@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,11 +44,40 @@ def test_each_row_is_that_of_its_owner_on_every_holder(holder: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pause", "seconds", "interval"),
-    [(0.0, 0.0, 2.0), (0.05, 0.1, 10.0), (0.01, 1.0, 20.0), (0.3, 12.0, 60.0)],
+    ("pause", "seconds", "interval", "calm"),
+    [(0.0, 0.0, 2.0, 2.0), (0.05, 0.1, 10.0, 30.0), (0.01, 1.0, 20.0, 60.0), (0.3, 12.0, 60.0, 60.0)],
     ids=["nothing is measured", "the pause", "the transfer", "a large model"],
 )
-def test_a_copy_is_due_as_often_as_it_costs_little(pause: float, seconds: float, interval: float) -> None:
+def test_a_copy_is_due_as_often_as_it_costs_little(
+    pause: float, seconds: float, interval: float, calm: float
+) -> None:
     copies = Snapshots(Collectives(RankEnv(), []), None)
     copies.pause, copies.seconds = pause, seconds
-    assert copies.interval == pytest.approx(interval)
+    assert copies.interval(is_calm=False) == pytest.approx(interval)
+    assert copies.interval(is_calm=True) == pytest.approx(calm)
+
+
+def test_a_copy_gives_way_to_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Collectives(RankEnv(), [])
+    copies, passed = Snapshots(group, None), threading.Event()
+    monkeypatch.setattr(copies._channel, "exchange", lambda *words: passed.set() or torch.empty(0))
+    part = torch.zeros(8, dtype=torch.uint8)
+
+    def send() -> threading.Thread:
+        passed.clear()
+        thread = threading.Thread(target=copies._send, args=(part, [8], None))
+        thread.start()
+        return thread
+
+    group.is_waiting = True
+    thread = send()
+    assert not passed.wait(0.2), "the training thread uses the network"
+    group.is_waiting = False
+    assert passed.wait(10), "it computes"
+    thread.join()
+    assert copies.seconds < 0.1, "the wait is not counted"
+
+    group.is_waiting = True
+    copies._thread = thread = send()
+    copies.finish()  # the training thread itself waits for the copy
+    assert passed.is_set()

@@ -460,12 +460,15 @@ class Channel:
     def __init__(self, group: Collectives, process_group: Any) -> None:
         self._group, self._process_group = group, process_group
 
-    def exchange(self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def exchange(
+        self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int], out: Tensor | None = None
+    ) -> Tensor:
         """Exchange pieces as `Collectives.start_exchange` does, and wait; returns the flat tensor received.
 
-        Raises PeerLost if the exchange fails.
+        out: the flat tensor to receive into, of that length; None: a new one. Raises PeerLost if the exchange
+        fails; `out` must then not be used again.
         """
-        received = tensor.new_empty(sum(receives))
+        received = tensor.new_empty(sum(receives)) if out is None else out
         if self._process_group is None:
             return received
         try:

@@ -32,10 +32,14 @@ from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
 CHUNK_BYTES = 4 * 2**20
-# The interval between copies, in seconds, and its least value as a multiple of what a copy costs: so training
-# pauses for half a percent of the time, and a copy is on the way for a twentieth of it.
+# The interval between copies, in seconds, and its least value as a multiple of what a copy costs: training
+# pauses for at most half a percent of the time, and a copy is on the way for a twentieth of it. While no host
+# is lost, both are a third of that.
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 2.0, 60.0
-PAUSES, TRANSFERS = 200, 20
+PAUSES, TRANSFERS, CALM = 200, 20, 3
+# A copy is sent while the training thread computes: on a slow link its own transfers would wait for the copy.
+GAP_SECONDS = 20.0  # of waiting for that, for a copy; then the rest is sent at any time
+POLL_SECONDS = 0.005
 MODEL = "model"  # of a path MODEL/NAME; other paths are NAME/STATE
 
 
@@ -87,7 +91,7 @@ class Snapshots:
     pause: seconds for which training paused to start the newest copy. Preparations for the first copy are not
         counted.
     megabytes: MB that the coordinator receives for a copy.
-    seconds: duration of the last complete transfer.
+    seconds: duration of the last complete transfer, without the waits for the training thread to compute.
     """
 
     def __init__(self, group: Collectives, newest: Copy | None, holders: int = 1) -> None:
@@ -106,6 +110,7 @@ class Snapshots:
         self._spare: dict[str, Tensor] = {}  # buffers to use again: freed memory would stay with the process
         # Another holder than the coordinator has no copy yet: the first one is due at once.
         self._started_at = time.monotonic() if len(self._holders) < 2 else -math.inf
+        self._is_urgent = threading.Event()  # set while the training thread waits for the copy to arrive
         self.seconds = 0.0  # in which the newest copy arrived
         self.pause = 0.0  # seconds for which training paused for the newest copy
         self.megabytes = 0.0  # that the coordinator receives for it
@@ -118,10 +123,12 @@ class Snapshots:
         """
         return time.monotonic() - self._started_at
 
-    @property
-    def interval(self) -> float:
-        """Seconds from one copy to the next, 2 to 60, in proportion to the time that the newest has taken."""
-        cost = max(PAUSES * self.pause, TRANSFERS * self.seconds)
+    def interval(self, is_calm: bool) -> float:
+        """Seconds from one copy to the next, 2 to 60, in proportion to the time that the newest has taken.
+
+        is_calm: whether no member was lost lately; the interval is then longer.
+        """
+        cost = max(PAUSES * self.pause, TRANSFERS * self.seconds) * (CALM if is_calm else 1)
         return min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, cost))
 
     @property
@@ -190,8 +197,10 @@ class Snapshots:
     def finish(self) -> None:
         """Wait until the started copy has arrived. Raises PeerLost if a member is lost meanwhile."""
         if self._thread is not None:
+            self._is_urgent.set()
             self._thread.join()
             self._thread = None
+            self._is_urgent.clear()
         problem, self._problem = self._problem, None
         try:
             if problem is not None:
@@ -210,7 +219,7 @@ class Snapshots:
         part: of this rank, uint8, flat. sizes: bytes of the part of each rank. copy: on a holder, the copy
         with its own part only.
         """
-        rank, began = self._group.rank, time.monotonic()
+        rank, began, waited = self._group.rank, time.monotonic(), 0.0
         to = [other in self._holders and other != rank for other in range(len(sizes))]
         incoming = [size if copy and other != rank else 0 for other, size in enumerate(sizes)]
         try:
@@ -219,11 +228,15 @@ class Snapshots:
                 if copy:
                     copy.meta = meta
             received = [self._room(f"part {other}", size) for other, size in enumerate(incoming)]
+            # The same memory for all chunks: the kernel would clear new memory for each.
+            room = torch.empty(sum(min(CHUNK_BYTES, size) for size in incoming), dtype=torch.uint8)
             for start in range(0, max(sizes), CHUNK_BYTES):
+                waited += self._await_gap(GAP_SECONDS - waited)
                 chunk = part[start : start + CHUNK_BYTES]
                 sends = [len(chunk) if is_receiver else 0 for is_receiver in to]
                 receives = [max(0, min(CHUNK_BYTES, size - start)) for size in incoming]
-                arrived = self._channel.exchange(chunk.repeat(sum(to)), sends, receives)
+                sent = chunk.repeat(sum(to)) if sum(to) > 1 else chunk[: sum(sends)]
+                arrived = self._channel.exchange(sent, sends, receives, room[: sum(receives)])
                 for into, piece in zip(received, arrived.split(receives), strict=True):
                     into[start : start + len(piece)] = piece
         except Exception as error:  # in a thread: `finish` raises it on the training one
@@ -234,9 +247,20 @@ class Snapshots:
             received[rank] = copy.parts[0]
             copy.parts = received
             old, self.newest = self.newest, copy
-            if old:
-                self._spare |= {f"part {other}": each for other, each in enumerate(old.parts[: len(sizes)])}
-        self.seconds = time.monotonic() - began
+            for other, each in enumerate(copy.parts):
+                is_same = old and other < len(old.parts) and len(old.parts[other]) == len(each)
+                # New memory is written here, where training does not pause for it.
+                self._spare[f"part {other}"] = old.parts[other] if old and is_same else torch.ones_like(each)
+        self.seconds = time.monotonic() - began - waited
+
+    def _await_gap(self, seconds: float) -> float:
+        """Wait until the training thread computes, at most so many seconds; returns the seconds waited."""
+        began = time.monotonic()
+        while self._group.is_waiting and not self._is_urgent.is_set():
+            if time.monotonic() - began >= seconds:
+                break
+            time.sleep(POLL_SECONDS)
+        return time.monotonic() - began
 
     def _send_meta(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Send `meta` of the coordinator to the other holders; returns it on holders, else {}."""

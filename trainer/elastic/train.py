@@ -46,6 +46,7 @@ from trainer.train import Trainer
 PATIENCE_STEPS = 2
 # With coordinator_failover there is a checkpoint at least so often, unless save_minutes is 0.
 COPY_MINUTES = 5.0
+CALM_SECONDS = 600.0  # after a loss, or without one since the start: copies are then made less often
 
 
 def train_elastic(
@@ -124,6 +125,7 @@ class ElasticTrainer(Trainer):
     has_trained = False
     _last_term: LastTerm | None = None
     _stopped_at = 0.0  # when training stopped for a change of the members, as time.monotonic()
+    _lost_at = -math.inf  # when a member was lost, as time.monotonic()
     _patience = 60.0  # seconds for the members to notice a loss; before a step is measured
 
     def take_part(self, candidacy: Candidacy, last: LastTerm | None) -> None:
@@ -137,7 +139,7 @@ class ElasticTrainer(Trainer):
         self.setup.copies_to = candidacy.first_name  # eval.yml and others look there
         if last is None:
             return
-        self._last_term, self.continues = last, True
+        self._last_term, self.continues, self._lost_at = last, True, last.ended
         # If this rank cannot join the others, the outcome and the run status show what it has trained before.
         self.reporter.train_state = last.train_state
         self.reporter.update(loss=last.train_state.loss)
@@ -255,7 +257,8 @@ class ElasticTrainer(Trainer):
         report = super()._step_report(loss_sum, seconds, step)
         copies, wanted = self.copies, self.env.is_coordinator and self.group.world_size > 1
         wanted = wanted and not self._is_local
-        seconds = self.config.snapshot_seconds or copies.interval
+        is_calm = time.monotonic() - self._lost_at > CALM_SECONDS
+        seconds = self.config.snapshot_seconds or copies.interval(is_calm)
         due = wanted and copies.age >= seconds and not copies.is_busy
         return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due)
 
@@ -308,6 +311,7 @@ class ElasticTrainer(Trainer):
         """After a loss: leave the collectives, tell the others, and continue with those that are left."""
         self.log.warning(reason, extra=fields("lost member", step=self.reporter.train_state.step))
         self.membership.break_off(reason)
+        self._lost_at = time.monotonic()
         self._change_members()
 
     def _change_members(self) -> None:
