@@ -39,9 +39,16 @@ lab-down: venv ## stop the lab and take its containers, network and state away (
 
 .PHONY: lint
 lint: venv ## ruff, mypy, yamllint, ansible-lint (production, strict)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint-python lint-ansible
+
+.PHONY: lint-python
+lint-python:
 	ruff check .
 	ruff format --check .
 	mypy
+
+.PHONY: lint-ansible
+lint-ansible:
 	yamllint --strict .
 	ansible-lint --offline
 
@@ -50,11 +57,12 @@ test-fast: lint ## lint, and the tests that start no containers and no ranks: un
 	pytest -n 2 --dist worksteal -m "not lab and not slow and not processes"
 
 .PHONY: test
-test: lab-tools test-fast ## and ranks that train, Molecule on Debian 12 and 13 hosts, and the end-to-end run
+test: lab-tools test-fast ## and ranks that train, Molecule on Debian 12 and 13 hosts, end to end over SSH, and a soak of 5 minutes
 	@scripts/bootstrap.sh browser
 	pytest -n 2 --dist worksteal -m "processes and not slow"
 	scripts/molecule.sh default trixie network
 	pytest -m "lab and not slow"
+	NANOFLEET_FAULTS_MINUTES=4 pytest -s tests/e2e/test_soak.py
 
 .PHONY: test-full
 test-full: lab-tools lint ## everything

@@ -18,7 +18,7 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,18 +34,28 @@ ROWS, OTHER_ROWS = 8, 2  # of a micro-batch
 Losses = Mapping[int, Mapping[int, float]]  # by host and step
 
 
-def check_losses(folder: Path, dataset: Path, losses: Losses, **settings: object) -> None:
-    """Compare all steps. folder: has `checkpoints`. settings: of the run."""
+def check_losses(
+    folder: Path, dataset: Path, losses: Losses, near: Collection[int] | None = None, **settings: object
+) -> None:
+    """Compare the losses of a run, which has the settings `settings`.
+
+    folder: has `checkpoints`. losses: the losses of the run. near: compare only pieces with one of these
+    steps; None: all steps.
+    """
     saved = sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
     pieces = list(itertools.pairwise([0, *saved]))
     assert saved[-1] == max(map(max, losses.values())), "the last step is saved"
     assert max(end - start for start, end in pieces) < MOST_STEPS, saved
+    if near is not None:
+        pieces = [(start, end) for start, end in pieces if any(start < step <= end for step in near)]
     check = partial(_check_piece, losses, partial(_continue, folder, dataset, settings))
     spawn, others = multiprocessing.get_context("spawn"), 0
     for first in range(0, len(pieces), PIECES_AT_ONCE):
         with ProcessPoolExecutor(2, spawn, _one_thread) as pool:
             others += sum(pool.map(check, pieces[first : first + PIECES_AT_ONCE]))
-    print(f"{saved[-1] - others} of {saved[-1]} steps equal at {TOLERANCE:g}, the others at more", flush=True)
+    compared = sum(end - start for start, end in pieces)
+    text = f"{compared - others} of {compared} steps equal at {TOLERANCE:g}, the others at more"
+    print(f"{text}; the run has {saved[-1]} steps", flush=True)
 
 
 def _check_piece(
