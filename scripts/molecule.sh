@@ -1,9 +1,20 @@
 #!/bin/sh
-# Runs Molecule scenarios one after another; each destroys its hosts, also when it fails.
+# Runs Molecule scenarios, two at a time: each waits for its hosts most of the time. Each destroys its hosts, also when it fails.
+# Prints the output of a scenario when it has ended. Exits with 1 if one has failed.
 # Usage: scripts/molecule.sh SCENARIO [SCENARIO ...]
 set -u
 cd "$(dirname "$0")/.." || exit 1
-for scenario in "$@"; do
-  printf '\nMolecule: %s\n' "$scenario"
-  NANOFLEET_TEST_LAB="${NANOFLEET_TEST_LAB:-t}-$scenario" molecule test --scenario-name "$scenario" || exit 1
-done
+logs=$(mktemp -d) || exit 1
+trap 'rm -rf "$logs"' EXIT
+export logs NANOFLEET_TEST_LAB="${NANOFLEET_TEST_LAB:-t}"
+# shellcheck disable=SC2016  # expanded by the inner shell
+printf '%s\n' "$@" | xargs -P 2 -I {} sh -c '
+  printf "Molecule: %s begins\n" {}
+  began=$(date +%s)
+  NANOFLEET_TEST_LAB="$NANOFLEET_TEST_LAB-{}" molecule test --scenario-name {} >"$logs/{}" 2>&1
+  result=$?
+  flock "$logs" cat "$logs/{}"
+  printf "\nMolecule: %s has ended after %d s, exit status %d\n" {} $(($(date +%s) - began)) $result
+  test $result = 0
+'
+test $? = 0 || exit 1
