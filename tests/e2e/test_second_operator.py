@@ -89,6 +89,7 @@ def test_root_follows_no_link_that_the_service_user_planted(fleet: Fleet, datase
     assert fleet.play("setup.yml", data_dir=dataset).changed() == 0
 
 
+@pytest.mark.slow
 def test_a_link_in_the_place_of_the_data_folder_is_refused(fleet: Fleet, dataset: Path) -> None:
     """Of a version that gave the folder around it to the service user."""
     host = HOSTS[1]
