@@ -20,7 +20,7 @@ TINY = {
 STATE, ROOTS = "/var/lib/nanofleet", "/etc/planted"
 RUN = f"{STATE}/runs/planted"
 HOSTS = (f"{LAB}-1", f"{LAB}-2")
-REMOVE = f"mv {RUN} {RUN}-removed && rm -r {RUN}-removed"  # at once: the rank goes on writing its run status
+REMOVE = f"mv {RUN} {RUN}-removed && rm -r {RUN}-removed"  # in one step: the rank still writes into it
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from .elastic_status import elastic_lab
 MINUTES = float(os.environ.get("NANOFLEET_FAULTS_MINUTES", "30"))
 WHOLE_MINUTES = 30.0  # from that on, all losses are compared
 SEED = int(os.environ.get("NANOFLEET_FAULTS_SEED", "1"))
-AGAIN = 4  # steps that a loss may cost: copies are made every 2 s
+AGAIN = 8  # steps that may be trained again after a loss: copies are made every 2 s
 HOSTS, STEPS, RUN_ID = 3, 100_000, "soak"
 CPU_SHARE = 0.5  # of its core for each host: else one that starts would slow down another one
 SETTINGS = {

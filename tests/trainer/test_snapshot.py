@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -81,3 +82,22 @@ def test_a_copy_gives_way_to_the_training_thread(monkeypatch: pytest.MonkeyPatch
     copies._thread = thread = send()
     copies.finish()  # the training thread itself waits for the copy
     assert passed.is_set()
+
+
+def test_memory_for_the_next_copy_is_no_third_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change of the members the parts have other sizes: the old ones go before new ones are made."""
+    before = torch.zeros(4, dtype=torch.uint8)
+    old, made = weakref.ref(before), []
+    copies = Snapshots(Collectives(RankEnv(), []), Copy({}, 0, [b"[]"], [before], {}))
+    del before
+
+    def ones_like(part: Tensor) -> Tensor:
+        made.append(old() is None)
+        return part.clone()
+
+    monkeypatch.setattr(torch, "ones_like", ones_like)
+    whole = torch.zeros(8, dtype=torch.uint8)
+    copies._send(whole[:0], [0], Copy({}, 0, [b"[]"], [whole], {}))
+    assert made == [True]
+    copies._send(whole[:0], [0], Copy({}, 0, [b"[]"], [whole.clone()], {}))
+    assert made == [True], "the memory of the last copy but one is used again"

@@ -91,7 +91,7 @@ class Snapshots:
     pause: seconds for which training paused to start the newest copy. Preparations for the first copy are not
         counted.
     megabytes: MB that the coordinator receives for a copy.
-    seconds: duration of the last complete transfer, without the waits for the training thread to compute.
+    seconds: duration of the last complete transfer, without the waits for this rank's training thread.
     """
 
     def __init__(self, group: Collectives, newest: Copy | None, holders: int = 1) -> None:
@@ -246,11 +246,14 @@ class Snapshots:
         if copy:
             received[rank] = copy.parts[0]
             copy.parts = received
-            old, self.newest = self.newest, copy
+            before = self.newest.parts[: len(copy.parts)] if self.newest else []
+            self.newest = copy
             for other, each in enumerate(copy.parts):
-                is_same = old and other < len(old.parts) and len(old.parts[other]) == len(each)
-                # New memory is written here, where training does not pause for it.
-                self._spare[f"part {other}"] = old.parts[other] if old and is_same else torch.ones_like(each)
+                spare = before.pop(0) if before else each[:0]
+                if len(spare) != len(each):
+                    del spare  # first: there is memory for two copies only
+                    spare = torch.ones_like(each)  # written here, where training does not pause for it
+                self._spare[f"part {other}"] = spare
         self.seconds = time.monotonic() - began - waited
 
     def _await_gap(self, seconds: float) -> float:

@@ -46,7 +46,7 @@ from trainer.train import Trainer
 PATIENCE_STEPS = 2
 # With coordinator_failover there is a checkpoint at least so often, unless save_minutes is 0.
 COPY_MINUTES = 5.0
-CALM_SECONDS = 600.0  # after a loss, or without one since the start: copies are then made less often
+CALM_SECONDS = 600.0  # so long after a loss, copies are made more often
 
 
 def train_elastic(
