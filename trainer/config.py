@@ -222,12 +222,12 @@ class RunConfig:
         """Whether hosts may leave and join while the run trains; False while the setting is still auto."""
         return self.elastic == "true"
 
-    def has_failover(self, hosts: int, ranks_per_host: int = 1) -> bool:
+    def has_failover(self, hosts: int) -> bool:
         """Whether another host becomes the coordinator of the run when the coordinator is lost.
 
-        hosts: number of hosts of the run. ranks_per_host: number of ranks on each host.
+        hosts: number of hosts of the run.
         """
-        possible = self.is_elastic and hosts > 1 and ranks_per_host == 1
+        possible = self.is_elastic and hosts > 1
         return possible and (
             self.coordinator_failover == "true" or (self.coordinator_failover == "auto" and hosts > 2)
         )
@@ -520,7 +520,7 @@ class RunFile:
         }
 
     def digest(self) -> str:
-        """The sha256 (hex) of the content of run.json."""
+        """The sha256 (hex) of these values as canonical JSON; not that of the bytes of run.json."""
         return hashlib.sha256(canonical_json(self.to_dict())).hexdigest()
 
 

@@ -103,7 +103,7 @@ class Trainer:
             if self.reporter.train_state.step:  # until there is a new one, that of an earlier attempt
                 self.attempt.update(sample=sample.last(self.run_dir))
             self.reporter.is_main = True
-        if self.env.is_coordinator or self.setup.tracks_on_all_hosts:
+        if self.env.is_coordinator or (self.setup.tracks_on_all_hosts and self.env.is_host_leader):
             self.reporter.tracker = self.setup.open_tracker(tracker_uri)
             self.attempt.at_end(self.reporter.tracker.close)
 

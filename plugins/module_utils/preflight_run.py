@@ -133,7 +133,7 @@ class Request:
             return {}
         needs = {host: self.needs[host] for host in hosts}
         for host, need in needs.items():
-            if host not in self.members or not self.config.has_failover(len(self.members), need.ranks):
+            if host not in self.members or not self.config.has_failover(len(self.members)):
                 needs[host] = need.with_(coordinator_failover="false")
         return needs
 
@@ -236,14 +236,16 @@ class Need:
         }
         if on_gpu:
             self.parts = {"Python, torch and CUDA": 5 * BASE_GIB}
-        may_coordinate = coordinates or config.has_failover(world_size // ranks, ranks)
+        may_coordinate = coordinates or config.has_failover(world_size // ranks)
         self.copy_gb = self.checkpoint_gb if may_coordinate else 0.0
         self.once = {"the copy a checkpoint is written from": self.copy_gb, "torchrun": TORCHRUN_GIB}
         copies = config.is_elastic and not local  # with local each rank continues from its own parameters
         if copies and may_coordinate:  # trainer/elastic/snapshot.py
             self.once["two copies of the state of an elastic run"] = 2 * self.checkpoint_gb
-        elif copies:
-            self.once["a copy of its part of the state"] = (self.checkpoint_gb - tables) / world_size
+        senders = ranks - 1 if may_coordinate else ranks
+        if copies and senders:
+            part = (self.checkpoint_gb - tables) / world_size
+            self.once["a copy of its part of the state"] = senders * part
         if coordinates and config.tracker != "none":
             self.once["the tracker"] = TRACKER_GIB
 

@@ -39,8 +39,7 @@ def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) ->
             f"End it: ansible-playbook stop.yml -e run_id={run_id}"
         )
     first = coordinator(states)
-    ranks = max((len(state.get("heartbeats", [])) for state in reached.values()), default=1)
-    if first in leaving and not has_failover(run_file, max(ranks, 1)):
+    if first in leaving and not has_failover(run_file):
         return (
             f"{first} is the coordinator, and the run {run_id} does not continue without it. End it: "
             f"ansible-playbook stop.yml -e run_id={run_id}"

@@ -116,7 +116,7 @@ def plan_run(
     except (trainer.ConfigError, RefusedError) as error:
         file, action, message, ends, saves, joins = None, "refuse", str(error), {}, False, []
     plan = {"run_id": name, "file": file, "action": action, "message": message, "ends": ends}
-    failover = has_failover(file, int(nproc_per_node))
+    failover = has_failover(file)
     return {**plan, "saves": saves, "joins": joins, "elastic": is_elastic(file), "failover": failover}
 
 
@@ -128,17 +128,17 @@ def is_elastic(file: Mapping[str, Any] | None) -> bool:
     return str(((file or {}).get("config") or {}).get("elastic", "")).lower() == "true"
 
 
-def has_failover(file: Mapping[str, Any] | None, nproc_per_node: int) -> bool:
+def has_failover(file: Mapping[str, Any] | None) -> bool:
     """Whether the hosts of a run elect another coordinator when the coordinator is lost.
 
-    file: content of its run.json; None for no run. nproc_per_node: number of ranks on a host.
+    file: content of its run.json; None for no run.
     """
     if not file:
         return False
     # Only these: a newer release may have written the file, with values that this one refuses.
     needed = {name: value for name, value in file["config"].items() if name in FAILOVER_SETTINGS}
     config = trainer.RunConfig.load(needed)[0]
-    return bool(config.has_failover(len(file["hosts"]), nproc_per_node))
+    return bool(config.has_failover(len(file["hosts"])))
 
 
 def _absent(stored: Mapping[str, Any], fleet: Mapping[str, State], unit: str) -> list[str]:
@@ -295,7 +295,7 @@ def _trains(state: State) -> bool:
     known = state.get("heartbeats", [])
     slow = max([float(status.get("step_seconds") or 0) for status in known], default=0.0)
     limit = max(30.0, 5 * slow)
-    recent = all(status.get("age", 0.0) < limit and not status.get("blame") for status in known)
+    recent = all(status.get("age", 0.0) < limit and not status.get("diagnosis") for status in known)
     return bool(known) and recent and bool(state.get("stepped")) and not state.get("between")
 
 

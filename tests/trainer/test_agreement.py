@@ -184,6 +184,16 @@ def test_a_rank_that_was_added_does_not_count_for_the_majority(is_elected: bool,
     assert coordinator.suffices([members[0], members[2]])
 
 
+def test_of_several_ranks_on_a_host_the_first_counts_for_the_majority() -> None:
+    """It keeps the term of the host: another rank may still be in a term that the host has left."""
+    simulation = Simulation(0, 6)
+    members = [Member(number, 1, Record(number, f"host-{number // 2}", "", {}, {})) for number in range(6)]
+    keys = SimulatedKeys(simulation, Process(0))
+    coordinator = Coordinator(keys, members[0], 6, 2, is_replaced=lambda: False, ranks_per_host=2)
+    assert not coordinator.suffices([*members[:2], members[3], members[5]])
+    assert coordinator.suffices([members[0], members[2]])
+
+
 def admissions(seconds_in: float, until: float) -> list[float]:
     """When a rank is admitted that asks at once and is lost after `seconds_in` each time."""
     simulation = Simulation(0, 2)

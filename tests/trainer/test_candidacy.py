@@ -186,10 +186,10 @@ def test_a_rank_that_cannot_join_the_next_term_has_made_steps(tmp_path: Path, se
 
 
 def test_which_runs_have_failover() -> None:
-    def failover(hosts: int, ranks: int = 1, **settings: object) -> bool:
-        return RunConfig.from_strings({"elastic": True, **settings}).has_failover(hosts, ranks)
+    def failover(hosts: int, **settings: object) -> bool:
+        return RunConfig.from_strings({"elastic": True, **settings}).has_failover(hosts)
 
-    assert (failover(2), failover(3), failover(3, 2)) == (False, True, False)
+    assert (failover(2), failover(3)) == (False, True)
     assert failover(2, coordinator_failover=True)
     assert not failover(3, coordinator_failover="false")
     assert not failover(3, elastic="false", coordinator_failover="true")
@@ -208,3 +208,16 @@ def test_ranks_are_counted_from_the_coordinator(monkeypatch: pytest.MonkeyPatch)
     assert (moved.rank, moved.launch_rank, moved.master_addr) == (1, 2, "127.0.0.2")
     again = moved.coordinated_by(2, 20501)
     assert (again.rank, again.launch_rank, again.is_coordinator) == (0, 2, True)
+
+
+def test_several_ranks_of_a_host_follow_its_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOFLEET_RANKS", "4 6 127.0.0.1:20999 127.0.0.1 127.0.0.2 127.0.0.3")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    env = RankEnv.from_environment()
+    assert (env.rank, env.host_index, env.has_vote) == (5, 2, False)
+    moved = env.coordinated_by(2, 20500)
+    assert (moved.rank, moved.launch_rank, moved.host_index) == (1, 5, 2)
+    assert not moved.is_coordinator
+    again = moved.coordinated_by(1, 20501)
+    assert (again.rank, again.launch_rank, again.master_addr) == (3, 5, "127.0.0.2")

@@ -276,6 +276,15 @@ def test_of_two_hosts_one_waits_for_the_answer_of_the_other() -> None:
     assert alone.decide() == Elected(2, 0, 0)
 
 
+def test_another_rank_of_a_host_follows_the_term_of_the_first_one() -> None:
+    election = Election(3, 3, 2, 1)
+    election.answered(Notice(1, 1, 1, (0, 1, 2), None, 20500))
+    election.answered(Notice(2, 2, 2, (0, 1, 2), None, 20501))
+    assert election.decide(NONE) is None
+    assert election.decide(1) == (1, 1, 20500)
+    assert Election(3, 3, 2, 1).decide(2) is None, "no coordinator of this term has answered"
+
+
 def test_old_notices_do_not_count() -> None:
     now = [0.0]
     election = Election(0, 3, 2, NONE, lambda: now[0])

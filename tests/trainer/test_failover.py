@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import losses
+from conftest import losses, train_here
 from elastic_run import CALM, STEPS, ElasticRun, check_losses
 
 pytestmark = pytest.mark.processes
@@ -32,6 +32,30 @@ class FailoverRun(ElasticRun):
         return int(json.loads((self.run_dir(rank) / "term.json").read_text())["term"])
 
 
+class PairsRun(FailoverRun):
+    """A run on hosts with two ranks each, such as one for each NUMA node: 0 and 1 on host-1, and so on."""
+
+    def launch(self, rank: int) -> dict[str, str]:
+        host, local_rank = divmod(rank, 2)
+        addresses = [f"127.0.0.{number + 1}" for number in range(self.world_size // 2)]
+        fleet = [f"{2 * host} {self.world_size} 127.0.0.1:{self.port}", *addresses]
+        return {
+            "NANOFLEET_HOST": f"host-{host + 1}",
+            "NANOFLEET_RANKS": " ".join(fleet),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": "2",
+        }
+
+    def run_dir(self, rank: int) -> Path:
+        return self.folder / f"host-{rank // 2 + 1}"
+
+    def outcome(self, rank: int) -> str:
+        """Wait for the end of a rank; returns its outcome."""
+        self.processes[rank].wait(timeout=120)
+        name = f"outcome-{rank}.json" if rank % 2 else "outcome.json"
+        return str(json.loads((self.run_dir(rank) / name).read_text())["outcome"])
+
+
 Begin = Callable[..., FailoverRun]
 
 
@@ -39,8 +63,8 @@ Begin = Callable[..., FailoverRun]
 def failover(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
     runs: list[FailoverRun] = []
 
-    def begin(world_size: int, **knobs: Any) -> FailoverRun:
-        runs.append(FailoverRun(data_dir, tmp_path, world_size, **knobs))
+    def begin(world_size: int, kind: type[FailoverRun] = FailoverRun, **knobs: Any) -> FailoverRun:
+        runs.append(kind(data_dir, tmp_path, world_size, **knobs))
         for rank in range(world_size):
             runs[-1].start(rank)
         return runs[-1]
@@ -53,8 +77,6 @@ def failover(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
 @pytest.fixture(scope="module")
 def undisturbed(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of one rank that nobody disturbs."""
-    from conftest import train_here
-
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     train_here(data_dir, run_dir, **CALM, num_iterations=STEPS)
     return losses(run_dir)
@@ -187,6 +209,59 @@ def test_of_two_hosts_the_one_that_is_left_continues_if_it_may(
     assert run.finish()["outcome"] == "finished", run.log(1)
     assert run.finish(0)["outcome"] == "finished", run.log(0)
     check_losses(run, undisturbed)
+
+
+@pytest.mark.parametrize("sync", ["exact", "local"])
+def test_hosts_with_two_ranks_each_elect_a_coordinator(failover: Begin, data_dir: Path, sync: str) -> None:
+    """The copies are on the first rank of the next host, which alone votes for it and keeps its files."""
+    run = failover(6, PairsRun, total_batch_size=192, snapshot_seconds=1, sync=sync)
+    assert isinstance(run, PairsRun)
+    run.reach(25)
+    assert [run.term(rank) for rank in (0, 2, 4)] == [0, 0, 0]
+    for rank in (0, 1):  # torchrun ends the other ranks of a host when one has ended
+        run.lose(rank)
+    run.leader = 2
+    run.has_ranks(4)
+    assert [run.term(rank) for rank in (0, 2, 4)] == [0, 1, 1]
+    statuses = [sorted(path.name for path in run.run_dir(rank).glob("heartbeat-*")) for rank in (2, 4)]
+    assert statuses == [["heartbeat-0.json", "heartbeat-1.json"], ["heartbeat-2.json", "heartbeat-3.json"]]
+    for rank in (2, 3, 4, 5):
+        assert run.log(rank).count("Importing torch") <= 1  # in the same processes
+    for rank in (0, 1):
+        run.start(rank, SLOWER)
+    run.has_ranks(6)
+    (run.folder / "hurry").touch()
+    assert {rank: run.outcome(rank) for rank in range(6)} == dict.fromkeys(range(6), "finished")
+    if sync == "exact":
+        run_dir = run.folder / "undisturbed"
+        train_here(data_dir, run_dir, **CALM, num_iterations=STEPS, total_batch_size=192)
+    for rank in (0, 2, 4):
+        run.leader = rank
+        check_losses(run, losses(run_dir if sync == "exact" else run.run_dir(2)))
+
+
+def test_the_coordinator_leaves_in_order_with_both_of_its_ranks(
+    failover: Begin, undisturbed: list[float]
+) -> None:
+    run = failover(4, PairsRun, snapshot_seconds=1000, coordinator_failover="true")
+    assert isinstance(run, PairsRun)
+    run.reach(15)
+    for rank in (0, 1):
+        run.processes[rank].send_signal(signal.SIGTERM)
+    run.leader = 2
+    assert run.has_ranks(2) < 10
+    for rank in (0, 1):
+        assert run.outcome(rank) == "stopped"
+        assert "continue the run without this one" in run.log(rank)
+    for rank in (0, 1):
+        run.start(rank, SLOWER)
+    run.has_ranks(4)
+    (run.folder / "hurry").touch()
+    assert {rank: run.outcome(rank) for rank in range(4)} == dict.fromkeys(range(4), "finished")
+    for rank in (0, 2):
+        assert "trained again" not in run.log(rank)
+        run.leader = rank
+        check_losses(run, undisturbed)
 
 
 def test_a_host_with_another_secret_takes_no_part(failover: Begin) -> None:

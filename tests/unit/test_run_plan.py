@@ -138,11 +138,10 @@ def test_three_hosts_of_an_elastic_run_elect_a_coordinator() -> None:
     assert not plan({"elastic": True}, run_id="b")["failover"]
     assert plan({"elastic": True, "coordinator_failover": True}, run_id="b")["failover"]
     three = {"hosts": [*HOSTS, "attic"], "config": {"elastic": True}}
-    assert launch.has_failover(three, 1)
-    assert not launch.has_failover(three, 2)
-    assert not launch.has_failover({**three, "config": {"elastic": True, "coordinator_failover": "false"}}, 1)
+    assert launch.has_failover(three)
+    assert not launch.has_failover({**three, "config": {"elastic": True, "coordinator_failover": "false"}})
     newer = {**three["config"], "sync": "turbo", "flux": 3}
-    assert launch.has_failover({**three, "config": newer}, 1), "a newer release has written the run file"
+    assert launch.has_failover({**three, "config": newer}), "a newer release has written the run file"
 
 
 def up_on(hosts: list[str], **changes: Any) -> dict[str, Any]:
@@ -207,8 +206,8 @@ def test_a_run_goes_on_with_other_hosts_once_it_does_not_train() -> None:
     alone = plan({}, up_on(["tower"], stepped=True, heartbeats=[beat()]), returned)
     assert (alone["action"], alone["ends"]) == ("none", {})
     assert "active at step 3 of 20 on tower; nothing was changed. The inventory now lists" in alone["message"]
-    blamed = up_on(["tower", "attic"], stepped=True, heartbeats=[beat(blame="attic does not answer")])
-    assert plan({}, blamed, state())["action"] == "resume"
+    delayed = up_on(["tower", "attic"], stepped=True, heartbeats=[beat(diagnosis="attic does not answer")])
+    assert plan({}, delayed, state())["action"] == "resume"
 
 
 def test_a_unit_of_a_run_that_was_stopped_while_its_host_was_away_is_ended() -> None:

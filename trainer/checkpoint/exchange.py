@@ -179,7 +179,11 @@ def _scatter(
     shape: list[int],
     sharded: bool,
 ) -> Tensor | None:
-    """Send a tensor of rank 0, or its rows, to the owner ranks; returns the part of this rank, if any."""
+    """Send a tensor of rank 0, or its rows, to the owner ranks; returns the part of this rank.
+
+    The part is empty for a rank that owns no rows of a sharded tensor; it is None for a rank that does not
+    own a whole one.
+    """
     ranks = range(group.world_size)
     rows = [sync.owned_rows(name, rank) for rank in ranks] if sharded else []
     lengths = [len(each) for each in rows if each is not None]
@@ -197,4 +201,4 @@ def _scatter(
     received, pending = group.start_exchange(flat[first:], sends, receives)
     group.wait([pending])
     part = received if whole is None else flat[:first]
-    return part.view(lengths[group.rank], *shape[1:]) if counts[group.rank] else None
+    return part.view(lengths[group.rank], *shape[1:]) if sharded or counts[group.rank] else None

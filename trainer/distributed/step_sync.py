@@ -34,7 +34,7 @@ class StepReport:
     stop: end the run. save: write a checkpoint. failed_save: a checkpoint could not be written.
     copy: send the newest checkpoint to the hosts that keep copies.
     shares: rows per rank from the next step on; empty: unchanged.
-    snapshot: in an elastic run, copy the state to the ranks that hold copies (rank 0, or ranks 0 and 1).
+    snapshot: in an elastic run, copy the state to the ranks that hold copies (trainer/elastic/snapshot.py).
     Request of any rank of an elastic run:
     change: change the members after this step, because ranks leave or join.
     """

@@ -10,7 +10,8 @@ and the coordinator commits the view when all members have accepted. A member th
 left out of the next proposal. Nothing here starts a collective.
 
 Hosts that are added to an active run have numbers from the world size on. They are members like the others,
-but only the hosts at the start of the run count for the quorum, so that all hosts need the same number.
+but only the hosts at the start of the run count for the quorum, so that all hosts need the same number. Of
+several ranks on a host, the first one counts: it keeps the term of the host, and votes for it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         is_replaced: Callable[[], bool] | None = None,
+        ranks_per_host: int = 1,
     ) -> None:
         """Begin as the coordinator of a run.
 
@@ -60,8 +62,10 @@ class Coordinator:
         clock, sleep: monotonic and sleep of the module time; a simulation has its own.
         is_replaced: returns whether other hosts have elected another coordinator; None in a run without
             elections.
+        ranks_per_host: the number of ranks on each host.
         """
         self._keys, self.me, self._world_size, self._min_hosts = keys, me, world_size, min_hosts
+        self._ranks_per_host = ranks_per_host
         self._clock, self._sleep, self._is_replaced = clock, sleep, is_replaced
         self._numbers = range(1, world_size + ADDED_RANKS)  # of the ranks that may join
         self._losses: dict[int, tuple[float, float]] = {}  # number -> when it was lost, and its delay then
@@ -137,8 +141,9 @@ class Coordinator:
         return not self._too_few(members)
 
     def _too_few(self, members: Iterable[Member]) -> bool:
-        if self._is_replaced is not None:  # a majority of the hosts that elect
-            members = [member for member in members if member.number < self._world_size]
+        if self._is_replaced is not None:  # a majority of the ranks that vote, one on each host
+            voting = range(0, self._world_size, self._ranks_per_host)
+            members = [member for member in members if member.number in voting]
         return len({member.record.host for member in members}) < self._min_hosts
 
     def applicants(self, members: Iterable[Member]) -> list[Member]:
@@ -189,7 +194,8 @@ class Coordinator:
                 hosts = ", ".join(sorted({member.record.host for member in members}))
                 needed = f"min_hosts is {self._min_hosts}"
                 if self._is_replaced is not None:
-                    needed = f"{self._min_hosts} of {self._world_size} hosts are needed"
+                    hosts_of_run = self._world_size // self._ranks_per_host
+                    needed = f"{self._min_hosts} of {hosts_of_run} hosts are needed"
                 raise Retryable(
                     f"Only {hosts} can train, and {needed}. The run continues when more hosts are back."
                 )

@@ -14,7 +14,8 @@ the kernel picks, and names it in its answers. A connection carries three lines 
     {"nonce", "notice", "signature"}   from the host that asks
     {"notice", "signature"}            the answer
 
-A host that was added to an active run only asks: it learns who coordinates, and has no vote.
+One rank of each host votes: the first one, which keeps the term of the host on the disk. Other ranks of the
+host, and those of a host that was added to an active run, have no vote: they only ask who coordinates.
 
 A signature (HMAC-SHA256, with the secret of the fleet) covers both nonces, which are random, so a message
 that is repeated later has no effect. It also covers the run id and the names of the hosts.
@@ -62,11 +63,11 @@ PORT_SECONDS = 10.0  # for the process of the last attempt to close its port
 
 
 class Candidacy:
-    """Takes part in elections of a coordinator for this host: threads ask the other hosts and answer them.
+    """This host's part in elections of a coordinator: threads ask the other hosts and answer them.
 
-    election: the present or last election, with the notices of the other hosts.
+    election: the present or last election, with the messages (notices) of the other hosts.
     quorum: the number of hosts that a coordinator needs, its own included.
-    is_first: whether the elected coordinator is the first one of the run.
+    is_first: whether this host knew of no term of the run when the election began.
     store: the rendezvous store, if this host is the coordinator; else None.
     electors: on the coordinator, indices of its own host and of the hosts that could connect to it when it
         was elected.
@@ -75,13 +76,14 @@ class Candidacy:
     def __init__(self, env: RankEnv, run_file: RunFile, run_dir: Path, log: RunLogger) -> None:
         """Start to ask the other hosts, and to answer them at the port `env.master_port`.
 
-        A host that was added to an active run only asks. env: environment of this rank at launch, with the
-        addresses of all hosts. run_file: the run file. run_dir: the run directory, in which term.json keeps
+        A rank without a vote only asks. env: environment of this rank at launch, with the addresses of all
+        hosts. run_file: the run file. run_dir: the run directory, in which term.json keeps
         the term. log: the logger of this rank. Raises Retryable if the port is in use; ConfigError if the
         secret of the fleet or term.json cannot be read.
         """
         self._env, self._run_file, self._path, self._log = env, run_file, run_dir / TERM, log
         hosts = len(env.addresses)
+        self._me = env.host_index if env.has_vote else hosts  # which is no index of a host
         self.is_first = True
         self.quorum = run_file.config.quorum(hosts)
         self._signer = Signer(read_secret(), run_file)
@@ -91,16 +93,16 @@ class Candidacy:
         self._closed = threading.Event()
         self._electing = threading.Event()
         self._electing.set()
-        self._server = None if env.is_added else self._open()
+        self._server = self._open() if env.has_vote else None
         for host in range(hosts):
-            if host != env.rank:
+            if host != self._me:
                 threading.Thread(target=self._ask, args=(host,), name="election", daemon=True).start()
 
     def _election(self, term: int) -> Election:
-        return Election(self._env.rank, len(self._env.addresses), self.quorum, term)
+        return Election(self._me, len(self._env.addresses), self.quorum, term)
 
     def _open(self) -> _Server:
-        address, port = self._env.addresses[self._env.rank], self._env.master_port
+        address, port = self._env.addresses[self._me], self._env.master_port
         deadline = time.monotonic() + PORT_SECONDS
         while True:
             try:
@@ -132,8 +134,11 @@ class Candidacy:
 
     def expected(self) -> list[int] | None:
         """On the coordinator, the ranks for which its first view waits; None: all, after a first election."""
-        hosts = len(self._env.addresses)
-        return None if self.is_first else [(host - self._env.rank) % hosts for host in self.electors]
+        if self.is_first:
+            return None
+        hosts, ranks = len(self._env.addresses), self._env.local_world_size
+        places = [(host - self._me) % hosts for host in self.electors]
+        return [place * ranks + local for place in places for local in range(ranks)]
 
     def elect(self, is_silent: bool = False) -> RankEnv:
         """Wait until the hosts have elected a coordinator; returns the environment of this rank under it.
@@ -155,7 +160,7 @@ class Candidacy:
         began = reported = time.monotonic()
         wait, status = REPORT_SECONDS, None
         self.is_first = self.election.known == NONE
-        while not (elected := self.election.decide()):
+        while not (elected := self._decide()):
             time.sleep(ASK_SECONDS / 2)
             now = time.monotonic()
             if now - began > (FIRST_SECONDS if self.election.known == NONE else LATER_SECONDS):
@@ -171,18 +176,24 @@ class Candidacy:
         if status:
             status.stop()
         env = self._env.coordinated_by(elected.host, elected.port)
-        if elected.host == self._env.rank:
+        if elected.host == self._me:
             self.electors = tuple(self.election.seen())
             self.store = open_tcp_store(env, is_master=True)
             env = dataclasses.replace(env, master_port=self.store.port)
             self.election.port = env.master_port
-        for path in self._path.parent.glob("heartbeat-*.json"):
-            if path.name != f"heartbeat-{env.rank}.json":  # of the rank that this host had before
-                path.unlink(missing_ok=True)
+        for path in self._path.parent.glob("heartbeat-*[0-9].json"):
+            number = int(path.stem.rpartition("-")[2])
+            if number != env.rank and number % env.local_world_size == env.local_rank:
+                path.unlink(missing_ok=True)  # of a rank that this process had before
         name = self._name(elected.host)
         text = f"{name} coordinates the run in term {elected.term}."
         self._log.info(text, extra=fields("elected", term=elected.term, coordinator=name))
         return env
+
+    def _decide(self) -> Elected | None:
+        """The elected coordinator; None while there is none. Other ranks of a host follow its first one."""
+        is_first = self._env.is_host_leader
+        return self.election.decide(None if is_first else read_term(self._path, self._run_file.hosts))
 
     def _publish(self) -> RunStatus:
         """A run status of this host for the time of a long election."""
@@ -192,6 +203,8 @@ class Candidacy:
 
     def _keep(self, elected: Elected) -> None:
         """Write the term to the disk. Raises Retryable if that fails: this host then takes no part in it."""
+        if not self._env.is_host_leader:
+            return
         try:
             content = {"term": elected.term, "coordinator": self._name(elected.host)}
             write_json(self._path, {**content, "hosts": self._run_file.hosts})
@@ -262,7 +275,7 @@ class Candidacy:
         message = _read(connection, deadline)
         theirs = str(message["nonce"])
         notice = Notice.load(self._signer.verified("ask", mine, theirs, message))
-        if notice.host in range(len(self._env.addresses)) and notice.host != self._env.rank:
+        if notice.host in range(len(self._env.addresses)) and notice.host != self._me:
             self.election.asked(notice)
         own = dataclasses.asdict(self.election.notice())
         signature = self._signer.sign("answer", theirs, mine, own)

@@ -160,18 +160,24 @@ class Election:
 
     # -- what it decides -------------------------------------------------------------------------------
 
-    def decide(self) -> Elected | None:
+    def decide(self, term: int | None = None) -> Elected | None:
         """The elected coordinator; None while there is none.
+
+        term: on a rank that has no vote because it is not the first one of its host, the term of the first
+        one: only the coordinator of this term is the result. None on other ranks.
 
         It is the host that has answered as the coordinator of the highest term in the last FRESH_SECONDS, if
         that term is not below `term`. Else it is this host, if a quorum of hosts supports this host, and a
         majority of the hosts has answered it or HEARD_SECONDS have passed; both counts include this host.
         Sets `term` to the term of the coordinator, and `known`, `previous` and `is_over`.
         """
+        if term is not None:
+            self.known = max(self.known, term)
         leaders = [
             each
             for each in self._fresh(self._answered).values()
             if each.port and each.term >= max(self.term, 0) and each.term % self._hosts == each.host
+            if term in (None, each.term)
         ]
         if leaders:
             leader = max(leaders, key=lambda each: each.term)

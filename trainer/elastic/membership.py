@@ -147,6 +147,7 @@ class Membership:
                 self.env.world_size,
                 needed,
                 is_replaced=(lambda: candidacy.newer_term) if candidacy else None,
+                ranks_per_host=self.env.local_world_size,
             )
             expected = candidacy.expected() if candidacy else None
             self.view = self._coordinator.first_view(is_loading, expected, kind)
@@ -318,10 +319,13 @@ class Membership:
 
         Call this on another thread than the training thread. Returns True when the other ranks can continue
         without this one; False if that takes longer than `seconds` or the store is lost. Also False on the
-        coordinator of a run without coordinator_failover, and on the last rank.
+        coordinator of a run without coordinator_failover, and on the last host.
         """
+        hosts = {member.record.host for member in self.view.members} if hasattr(self, "view") else set()
+        if len(hosts) == 1:
+            return False
         if self._follower is None:
-            if self._candidacy is None or len(self.view.members) == 1:
+            if self._candidacy is None or not hosts:
                 return False
             self._leaving.set()
             return self.left.wait(seconds)

@@ -64,7 +64,7 @@ class Kept:
 
     @property
     def term(self) -> int:
-        """The last term in which this rank was a member. A term is the time under one coordinator."""
+        """The number of the last term in which this rank was a member."""
         return int(self.meta["terms"][-1][0])
 
 
@@ -205,7 +205,7 @@ class ElasticSetup(RunSetup):
     def _set_aside_replaced(self) -> None:
         """Rename the checkpoints of this host whose steps were trained again after a later election."""
         for path in storage.checkpoints(self.checkpoints):
-            with contextlib.suppress(ConfigError):
+            with contextlib.suppress(ConfigError, FileNotFoundError):  # another rank may have renamed it
                 terms = storage.read_meta(path, files=()).get("terms") or [[0, 0]]
                 began = [step for term, step in self.terms if term > terms[-1][0]]
                 aside = path.with_name(f"replaced_{path.name}")
@@ -269,8 +269,8 @@ class ElasticSetup(RunSetup):
         fixed, rows = self.run_file.fixed_shares, self.plan.rows_per_step
         if not fixed:
             return equal_split(rows, len(view.members))
-        hosts, first = self.env.world_size, self.env.first_host
-        launched = [(number + first) % hosts for number in view.numbers if number < hosts]
+        ranks, first = self.env.world_size, self.env.first_host * self.env.local_world_size
+        launched = [(number + first) % ranks for number in view.numbers if number < ranks]
         weights = [fixed[rank] for rank in launched]
         added = len(view.members) - len(launched)
         return split_rows([1 / each for each in [*weights, *added * [statistics.median(fixed)]]], rows)

@@ -42,14 +42,16 @@ def read_secret() -> bytes:
         return b""
     try:
         secret = bytes.fromhex(Path(path).read_text(encoding="ascii"))
-        problem = "" if len(secret) == SECRET_BYTES else f"it has not {2 * SECRET_BYTES} hexadecimal digits"
+        problem = (
+            "" if len(secret) == SECRET_BYTES else f"it does not have {2 * SECRET_BYTES} hexadecimal digits"
+        )
     except OSError as error:
         problem = error.strerror or str(error)
     except ValueError:
-        problem = f"it has not {2 * SECRET_BYTES} hexadecimal digits"
+        problem = f"it does not have {2 * SECRET_BYTES} hexadecimal digits"
     if problem:
         raise ConfigError(
-            f"The secret of the fleet, {path}, cannot be read: {problem}. Write it again: "
+            f"The secret of the fleet, {path}, cannot be used: {problem}. Write it again: "
             "ansible-playbook setup.yml"
         )
     return secret

@@ -1,14 +1,15 @@
 """Copies of the state of a run in the memory of one or two ranks, from which members continue after a loss.
 
-    copies = Snapshots(group, newest, holders)    # new for each process group
+    copies = Snapshots(group, newest, [0, 1])     # new for each process group
     copies.start(parameters, sync, optimizer, meta)     # every rank copies its part; a thread sends it
     copies.finish()                               # wait until the copy has arrived
 
-The ranks that have copies are the holders: the coordinator and, with coordinator_failover, the next rank,
-which is the first candidate if the coordinator is lost. Each rank sends its part, which the holders lack: the
-optimizer state of the matrices and rows that the rank owns, and the values of these rows of embeddings and
-lm_head. Training continues during the transfer, which has its own connections. A complete copy replaces the
-previous one. A holder has memory for two copies, because a member may be lost while a copy is sent.
+The ranks that have copies are the holders: the coordinator and, with coordinator_failover, the first rank of
+the next host, which is the first candidate if the coordinator is lost. Each rank sends its part, which the
+holders lack: the optimizer state of the matrices and rows that the rank owns, and the values of these rows of
+embeddings and lm_head. Training continues during the transfer, which has its own connections. A complete copy
+replaces the previous one. A holder has memory for two copies, because a member may be lost while a copy is
+sent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ class Copy:
 
     meta: content of meta.json for a checkpoint of this step. holder: the rank that has the copy.
     formats: for each rank, names, data types and shapes of the tensors in its part (see formats_of). The part
-        of the holder has all its tensors.
+        of another rank has only what that rank owns; that of the holder has all tensors of the holder.
     parts: for each rank, the bytes of these tensors, uint8, flat.
     rows: {parameter name: for each rank, the numbers of the rows that the rank owns}, for each parameter that
         is sharded by rows.
@@ -94,14 +95,13 @@ class Snapshots:
     seconds: duration of the last complete transfer, without the waits for this rank's training thread.
     """
 
-    def __init__(self, group: Collectives, newest: Copy | None, holders: int = 1) -> None:
+    def __init__(self, group: Collectives, newest: Copy | None, holders: Sequence[int] = (0,)) -> None:
         """Connect the ranks of `group` for copies.
 
-        newest: the last complete copy on this rank; None if there is none. holders: the number of ranks that
-        have each copy: 1 or 2.
-        Raises PeerLost if a rank is lost.
+        newest: the last complete copy on this rank; None if there is none. holders: the ranks that have each
+        copy: rank 0 and perhaps another one. Raises PeerLost if a rank is lost.
         """
-        self._group, self._holders = group, range(min(holders, group.world_size))
+        self._group, self._holders = group, holders
         self.newest = newest if group.rank in self._holders else None
         self._channel = group.open_channel("copies")
         self._thread: threading.Thread | None = None

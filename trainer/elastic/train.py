@@ -7,8 +7,9 @@ same rows.
 
 With sync=local no copies are needed: each rank continues from its own parameters (trainer/sync/local.py).
 
-With coordinator_failover, the next rank has the copies too. When the coordinator is lost, the hosts elect
-another coordinator, set up their ranks again in the same processes, and continue from its copy.
+With coordinator_failover, the first rank of the next host has the copies too. When the coordinator is lost,
+the hosts elect another coordinator, set up their ranks again in the same processes, and continue from its
+copy.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ PATIENCE_STEPS = 2
 # With coordinator_failover there is a checkpoint at least so often, unless save_minutes is 0.
 COPY_MINUTES = 5.0
 CALM_SECONDS = 600.0  # so long after a loss, copies are made more often
+NO_FILE = -2  # instead of the last step in metrics.jsonl, on ranks that do not write the file
 
 
 def train_elastic(
@@ -66,7 +68,7 @@ def train_elastic(
     run_dir, attempt, log: as for Trainer. Raises RunEnd if the attempt ends before the run is finished.
     """
     gc.freeze()  # what is imported: a collection would look through it again, for a fifth of a second
-    if not (env.addresses and run_file.config.has_failover(len(env.addresses), env.local_world_size)):
+    if not (env.addresses and run_file.config.has_failover(len(env.addresses))):
         return make(env).run(tracker_uri)
     candidacy, last, is_silent = Candidacy(env, run_file, run_dir, log), None, False
     while True:
@@ -170,7 +172,7 @@ class ElasticTrainer(Trainer):
         if copy and copy.step < saved:
             copy = None
         state = kept.state() if kept else state_of(copy)
-        if state and state.step > saved:
+        if state and state.step > saved and self.env.is_host_leader:
             writer.save(state)
 
         def complete(end: RunEnd, seconds: float) -> RunEnd:
@@ -196,8 +198,14 @@ class ElasticTrainer(Trainer):
     def _begin(self) -> None:
         super()._begin()
         newest = self.copies.newest if hasattr(self, "copies") else self.setup.copy
-        self.copies = Snapshots(self.group, newest, holders=2 if self.candidacy else 1)
+        self.copies = Snapshots(self.group, newest, self._holders())
         self.setup.copy = None
+
+    def _holders(self) -> list[int]:
+        """The ranks that have copies of the state: the coordinator, and the next rank that has a vote."""
+        voting = range(0, self.env.world_size, self.env.local_world_size)
+        found = [rank for rank, number in enumerate(self.setup.joined.view.numbers) if number in voting]
+        return found[: 2 if self.candidacy else 1]
 
     def train(self) -> bool:
         """Train to the last step, with changing members. Returns True if the run was stopped earlier."""
@@ -244,12 +252,14 @@ class ElasticTrainer(Trainer):
         tracker = self.reporter.tracker
         if tracker:
             tracker.drop_after(step)
-        if self.candidacy and tracker:
-            last = self.group.gather_int64(torch.tensor([tracker.last_step])).flatten().tolist()
-            source = last.index(max(last))
-            lines = tracker.lines_from(min(last)) if source == self.group.rank else b""
+        if self.candidacy:
+            own = torch.tensor([tracker.last_step if tracker else NO_FILE])
+            found = self.group.gather_int64(own).flatten().tolist()
+            last = [each for each in found if each != NO_FILE]
+            source = found.index(max(last))
+            lines = tracker.lines_from(min(last)) if tracker and source == self.group.rank else b""
             lines = self.group.gather_bytes(lines)[source]
-            if source != self.group.rank:
+            if tracker and source != self.group.rank:
                 tracker.take_lines(lines)
         super()._read_first_batch(step)
 
@@ -370,6 +380,8 @@ class ElasticTrainer(Trainer):
         except Retryable as error:
             if self.candidacy is None:
                 raise
+            if self.membership.is_leaving:  # the coordinator, on the same host, has left before this rank
+                self._leave()
             self.watchdog.close()
             raise MembershipLost(str(error)) from None
 

@@ -68,7 +68,10 @@ class RankEnv:
             agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
         if not 0 <= env.rank < env.world_size:
-            raise ConfigError(f"RANK is {env.rank} but WORLD_SIZE is {env.world_size}: start it by torchrun.")
+            raise ConfigError(
+                f"RANK is {env.rank}, and WORLD_SIZE is {env.world_size}, or 1 if it is not set: RANK must "
+                "be lower. Unset RANK, or start the trainer with torchrun, which sets both."
+            )
         if env.world_size > 1 and not (env.master_addr and env.master_port):
             raise ConfigError("MASTER_ADDR and MASTER_PORT are missing: start several ranks by torchrun.")
         return env
@@ -80,25 +83,39 @@ class RankEnv:
         name, _, port = address.rpartition(":")
         if not (first.isdecimal() and world_size.isdecimal() and name and port.isdecimal()):
             raise ConfigError(
-                f"{FLEET} is {os.environ[FLEET]!r} in the environment: it takes the first rank of this host, "
-                "the number of ranks, ADDRESS:PORT of the coordinator, and the addresses of all hosts."
+                f"{FLEET} is {os.environ[FLEET]!r} in the environment. It must be FIRST_RANK WORLD_SIZE "
+                "ADDRESS:PORT and then the addresses of all hosts, separated by spaces. train.yml sets it: "
+                f"ansible-playbook train.yml; without a fleet: unset {FLEET}"
             )
-        local_rank = _number("LOCAL_RANK", 0)
+        local_rank, local_world_size = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
+        hosts = list(filter(None, addresses))
+        if hosts and int(world_size) != local_world_size * len(hosts):
+            raise ConfigError(
+                f"{host} has {local_world_size} rank(s), and the run has {world_size} on {len(hosts)} hosts. "
+                "In an elastic run all hosts need the same nproc_per_node: set it for the group fleet, not "
+                "for a host."
+            )
         return cls(
             rank=int(first) + local_rank,
             world_size=int(world_size),
             local_rank=local_rank,
-            local_world_size=_number("LOCAL_WORLD_SIZE", 1),
+            local_world_size=local_world_size,
             host=host,
             master_addr=name.strip("[]"),
             master_port=int(port),
-            addresses=tuple(filter(None, addresses)),
+            addresses=tuple(hosts),
         )
 
     @property
     def launch_rank(self) -> int:
         """The rank of this process at launch. It does not change when another host becomes coordinator."""
-        return self.rank if self.is_added else (self.rank + self.first_host) % self.world_size
+        first = self.first_host * self.local_world_size
+        return self.rank if self.is_added else (self.rank + first) % self.world_size
+
+    @property
+    def host_index(self) -> int:
+        """The number of this host among all hosts of the run, from 0, in the order of the launch ranks."""
+        return self.launch_rank // self.local_world_size
 
     @property
     def is_added(self) -> bool:
@@ -108,13 +125,14 @@ class RankEnv:
     def coordinated_by(self, host: int, port: int) -> RankEnv:
         """The environment of this process after the host with the index `host` has become the coordinator.
 
-        host: index in `addresses`. The rank of that host becomes 0, and the ranks of the next hosts follow.
-        port: port of the rendezvous store on that host; 0 if this process opens the store. Each host has one
-        rank.
+        host: index in `addresses`. The first rank of that host becomes 0, and its other ranks and those of
+        the next hosts follow. port: port of the rendezvous store on that host; 0 if this process opens the
+        store. All hosts have the same number of ranks.
         """
+        first = host * self.local_world_size
         return replace(
             self,
-            rank=self.rank if self.is_added else (self.launch_rank - host) % self.world_size,
+            rank=self.rank if self.is_added else (self.launch_rank - first) % self.world_size,
             master_addr=self.addresses[host],
             master_port=port,
             first_host=host,
@@ -141,6 +159,11 @@ class RankEnv:
     def is_host_leader(self) -> bool:
         """Whether this is local rank 0, which writes the files that exist once per host."""
         return self.local_rank == 0
+
+    @property
+    def has_vote(self) -> bool:
+        """Whether this rank votes for its host in elections of a coordinator, and may become it."""
+        return self.is_host_leader and not self.is_added
 
     def address(self) -> str:
         """The IP address of this host on its route to the coordinator; "" without a coordinator or route."""

@@ -41,7 +41,8 @@ class Reporter:
     """Reports the figures of an attempt on this rank to run status, outcome, tracker and log.
 
     plan, cost: plan and step cost of the run; set by `begin`. train_state: the progress of the run.
-    tracker: the tracker of this rank: rank 0 has one; with coordinator_failover all ranks; else None.
+    tracker: the tracker of this rank: rank 0 has one; with coordinator_failover the first rank of each
+        host; else None.
     is_main: whether this is rank 0.
     durations: seconds of each step of this attempt; of an elastic run, since its members last changed.
     prediction: the predicted step time, with which `compare` and `done` compare the measured one; or None.
