@@ -119,9 +119,10 @@ def core_rate() -> float:
 
 
 def expected(case: str, rate: float) -> float:
-    """Estimate the seconds that a case takes, if each rank has one core and reaches 3/4 of `rate`.
+    """Estimate the seconds that a benchmark case takes, at 3/4 of `rate` on each core.
 
-    rate: the GEMM rate of a core in float32, in FLOP/s.
+    case: its name, such as "exact-4096-float32". rate: the GEMM rate of a core in float32, in FLOP/s;
+    bfloat16 counts as twice as fast. A rank has one core, or a part of one in the cases of an uneven pair.
     """
     tokens = int(match[0]) if (match := re.search(r"\d{4,}", case)) else 2048
     cores = 1 if plain(case).startswith("solo") else 2

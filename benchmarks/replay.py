@@ -79,7 +79,10 @@ def other_model(found: Mapping[str, Any], by_hand: Mapping[str, Any]) -> str:
 
 
 def measure(out: Path) -> None:
-    """Measure CASES with bench.yml, all of them in one run. Raises SystemExit if bench.yml fails."""
+    """Measure CASES with one call of bench.yml, also those measured before. Raises SystemExit if it fails.
+
+    out: the folder for the results.
+    """
     settings = {"depth": DEPTH, "sequence_len": LENGTH, "bench_stages": ",".join(CASES), "bench_out": out}
     command = ["ansible-playbook", "bench.yml", "-e", "bench_again=true"]
     command += [text for name, value in settings.items() for text in ("-e", f"{name}={value}")]

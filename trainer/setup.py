@@ -409,7 +409,10 @@ class RunSetup:
             saved = meta["numerics"][self.group.rank]
             self.numerics = restore_numerics(now, saved, self.config.threads)
             if changes := now.binding.changes(saved):
-                self.log.info(f"The threads of the checkpoint are not used: {changes}.")
+                self.log.info(
+                    f"The processors of this host are not those at the checkpoint ({changes}), so the number "
+                    "and binding of threads are not restored from it. No action is needed."
+                )
         if self.numerics != now:
             self.log.info(f"As before: {self.numerics.describe()}")
         self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype

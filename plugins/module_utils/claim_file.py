@@ -75,11 +75,11 @@ def routable(address: str) -> str:
 
 
 def merge(claim: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The new claim of a host (keys: see `parse`).
+    """The new claim of a host: the content of the file that names its fleet (keys: see `parse`).
 
-    claim: its old claim, {} for none; `by` and `at` of the old claim are kept. params: options of the module
-    fleet_claim: fleet_id, hosts, by, at, controllers, controller. The option `controller` is added to the
-    option `controllers` or, if that is not given, to the controllers of the old claim.
+    claim: the old claim, {} for none; its `by` and `at` are kept. params: options of the module fleet_claim:
+    fleet_id, hosts, by, at, controllers (addresses; None: those of the old claim) and controller (the address
+    of this controller, which is added to them). Loopback and link-local addresses are left out.
     """
     known = params["controllers"] if params["controllers"] is not None else claim.get("controllers", [])
     found = [routable(address) for address in [*known, params["controller"]]]

@@ -48,9 +48,9 @@ def lab_plan(name: str, count: int, subnet: str, cores: int, cpus: list[int]) ->
 
     name: the name of the lab. count: the number of hosts. subnet: the /24 of the lab. cores: the number of
     CPUs of a host. cpus: the CPU numbers of this machine; if there are too few, several hosts use the same
-    CPU. The MAC address is computed from the IP address and never changes: podman would choose another MAC
-    address at each start, and peers that remember the old one would not reach a restarted host for half a
-    minute.
+    CPU, and no host has more CPUs than the machine. The MAC address is computed from the IP address and never
+    changes: podman would choose another MAC address at each start, and peers that remember the old one would
+    not reach a restarted host for half a minute.
     """
     network, plan = ipaddress.ip_network(subnet), []
     for i in range(int(count)):

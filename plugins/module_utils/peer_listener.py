@@ -45,7 +45,8 @@ def read_line(connection: socket.socket) -> dict[str, Any]:
     """Read one line from a socket; returns the JSON object in it.
 
     Single bytes are read, so that the bytes after the line stay in the socket. Raises ValueError if the
-    connection sends no whole line, or if the line has no JSON object.
+    connection sends no whole line of LINE_LIMIT bytes at most, or if the line has no JSON object; OSError if
+    the connection fails.
     """
     line = b""
     while not line.endswith(b"\n"):

@@ -33,9 +33,11 @@ SHOWN_ATTEMPTS = 5
 
 
 def status_screen(states: Mapping[str, State], run_id: str = "", tracker_uri: str = "") -> str:
-    """The screen of status.yml about one run. states: host -> result of run_state in rank order.
+    """The screen about one run, as status.yml shows it.
 
-    run_id: the requested run, "" for none. tracker_uri: address of the MLflow page, "" for none.
+    states: host -> result of run_state, in rank order. run_id: the run that is shown: the requested one, else
+    the active one, else the newest; "" if there is none. tracker_uri: address of the MLflow page, "" for
+    none.
     """
     reached = facts.answered(states)
     found = {host: state for host, state in reached.items() if state["found"]}
@@ -60,8 +62,7 @@ def hosts_and_facts(
 ) -> list[str]:
     """The status screen without its title: a row for each rank, diagnosis, speed, progress, outcome.
 
-    states: host -> result of run_state, in rank order. run_id: the requested run, "" for none. tracker_uri:
-    address of the MLflow page, "" for none. errors: whether the errors in the logs are included.
+    states, run_id, tracker_uri: as for `status_screen`. errors: whether the errors in the logs are included.
     """
     reached = facts.answered(states)
     missing = [host for host in states if host not in reached]
@@ -292,9 +293,9 @@ def _problems(found: Mapping[str, State]) -> list[str]:
     running = [(state, status) for _, state, status in known if is_running(status, state)]
     # The diagnosis of a frozen rank may be out of date.
     diagnoses = [
-        (str(status["blame"]), state["time"] - status["age"] - FROZEN_SECONDS)
+        (str(status["diagnosis"]), state["time"] - status["age"] - FROZEN_SECONDS)
         for state, status in running
-        if status.get("blame") and status["age"] <= FROZEN_SECONDS
+        if status.get("diagnosis") and status["age"] <= FROZEN_SECONDS
     ]
     lines = [
         f"Frozen:      rank {status.get('rank')} on {host} has published no run status for "

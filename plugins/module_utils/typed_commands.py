@@ -53,10 +53,10 @@ def settings(extra_vars: Sequence[str]) -> str:
 
 
 def typed(text: str, needed: str, settings: str = "") -> str:
-    """`text` with options after the ansible commands in it.
+    """`text` with options in its ansible commands, before the name of the playbook.
 
-    needed: options after each command (the result of `options`). settings: options after each setup.yml and
-    doctor.yml (the result of `settings`).
+    needed: options to insert in each command (the result of `options`). settings: options to insert before
+    setup.yml and doctor.yml, too (the result of `settings`).
     """
 
     def completed(found: re.Match[str]) -> str:

@@ -63,7 +63,7 @@ def is_ours(comment: str, mark: str = "nanofleet") -> bool:
 
 
 def of_ssh(comment: str) -> bool:
-    """Whether a rule with this comment was added for SSH when this module enabled ufw."""
+    """Whether a rule with this comment is for SSH, added by the module fleet_firewall when it enabled ufw."""
     return is_ours(comment) and comment.endswith(" ssh")
 
 

@@ -66,8 +66,8 @@ def end(p: Mapping[str, Any], check: bool) -> dict[str, Any]:
 
     p: options of the module. check: change nothing, and return what the call would return as far as that is
     known: done is True, and state is the present one. Keys of the result, among others:
-    done: whether the run is over. If False, the run still saves a checkpoint, nothing was ended, and the call
-    has to be repeated.
+    done: whether the run is over. If False, it did not end within wait_seconds (it may still save a
+    checkpoint), nothing was ended, and the call has to be repeated.
     ended: the processes that were in the unit. state: the result of run_state after the end.
     Raises UnitError if a process or listener of the unit is left, OSError if a file cannot be written,
     ValueError if the run directory or the folder above it is a link, RuntimeError if systemctl fails.

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: read all that setup.yml makes on a host; if nothing differs, listen for the other hosts."""
+"""Ansible module: compare a host with what setup.yml makes; if it is the same, start the probe listener."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ def write_script(path: str, text: str, check: bool) -> bool:
 def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
     """Write the files of a run and start its unit; returns the result of the module.
 
-    p: options of the module. check: change nothing. Raises ValueError if the user of the unit is missing or
-    the run directory is a link, OSError if a file cannot be written, UnitError or RuntimeError if the unit
-    cannot be started.
+    p: options of the module. check: change nothing. Raises ValueError if the user of the unit is missing
+    (not with `check`) or the run directory is a link, OSError if a file cannot be written, UnitError or
+    RuntimeError if the unit cannot be started.
     """
     scope, folder = own_scope(), {**p["folder"], "path": p["run_dir"], "replace": True}
     missing = bool(p["user"]) and os.geteuid() == 0 and account(p["user"]) is None

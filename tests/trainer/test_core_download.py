@@ -82,7 +82,7 @@ def test_a_bundle_can_be_named(site: Site, tmp_path: Path, monkeypatch: pytest.M
     assert read_bundle(tmp_path / "core").tasks
     with pytest.raises(DataError) as refused:
         fetch_bundle("nanochta", "", tmp_path / "core")
-    assert "neither a URL (http...) nor one of nanochat" in str(refused.value)
+    assert "http:// or https://, or nanochat." in str(refused.value)
 
 
 def test_a_broken_connection_continues(site: Site, tmp_path: Path) -> None:

@@ -389,7 +389,7 @@ def test_the_named_data_sets_are_nanochats() -> None:
     for arguments, words in (
         (("climbmix", 6544), "climbmix has 6,543 shards: give --count 6543 or less"),
         (("climbmix", 1), "--count 1 is too small"),
-        (("file:///etc", 2), f"one of {', '.join(PUBLIC)}"),
+        (("file:///etc", 2), f"public data set: {', '.join(PUBLIC)}"),
     ):
         with pytest.raises(DataError, match=words):
             public_shards(*arguments)

@@ -196,10 +196,10 @@ def test_results_of_another_bundle_or_limit_are_not_mixed(
     assert evaluate(checkpoint, "--core", bundle, "--out", out, "--core-max-per-task", "4") == 0
     assert result_of(out)["tasks"]["mc"]["items"] == 4
     said = refusal(capfd, checkpoint, "--core", bundle, "--out", out)
-    assert "core.json has results of another max per task. Give another --out" in said
+    assert "core.json has results for another value of --core-max-per-task. Give another --out" in said
     content = json.loads((out / "core.json").read_text())
     (out / "core.json").write_text(json.dumps({**content, "bundle": "0"}))
-    assert "results of another bundle and max per task" in refusal(
+    assert "results for another CORE bundle and value of --core-max-per-task" in refusal(
         capfd, checkpoint, "--core", bundle, "--out", out
     )
     (out / "core.json").write_text(json.dumps({**content, "max_per_task": 0, "tasks": {"mc": [5, 4]}}))
@@ -209,7 +209,7 @@ def test_results_of_another_bundle_or_limit_are_not_mixed(
     content = json.loads((out / "eval.json").read_text())
     (out / "eval.json").write_text(json.dumps({**content, "checkpoint": {"step": 8}}))
     said = refusal(capfd, checkpoint, "--core", bundle, "--out", out)
-    assert "eval.json has results of another checkpoint" in said
+    assert "eval.json has results for another checkpoint" in said
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_results_of_another_bundle_or_limit_are_not_mixed(
         (["--core", "x", "--core-url", "http://a", "--core-sha256", "ab"], "takes 64 hex digits"),
         (
             ["--core", "x", "--core-url", "ftp://a/b.zip"],
-            "--core-url ftp://a/b.zip is neither a URL (http...) nor one of nanochat",
+            "--core-url is ftp://a/b.zip: it takes a URL that begins with http:// or https://, or nanochat.",
         ),
         (["--data-dir", "/nowhere"], "There is no data directory /nowhere"),
     ],
@@ -277,7 +277,7 @@ def test_questions_are_answered(checkpoint: Path, tmp_path: Path, capfd: pytest.
     found = result_of(tmp_path, "chat")
     assert {name: task["accuracy"] for name, task in found["tasks"].items()} == {"letters": 0.5, "texts": 0}
     assert found["chatcore_metric"] == 0
-    assert "ChatCORE metric 0.0000" in capfd.readouterr().out
+    assert "ChatCORE 0.0000: the mean of these" in capfd.readouterr().out
     twice = ["--chat-task", letters, "--chat-task", tmp_path / "more" / "letters.jsonl"]
     said = refusal(capfd, checkpoint, *twice)
     assert "--chat-task has files of one name" in said

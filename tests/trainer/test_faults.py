@@ -34,10 +34,10 @@ def beat(rank: Rank, number: int = 0) -> dict[str, Any]:
     return dict(json.loads((rank.run_dir / f"heartbeat-{number}.json").read_text()))
 
 
-def wait_for_blame(rank: Rank, pattern: str, seconds: float = SOON) -> None:
-    """Wait until the heartbeat of rank 0 has a sentence of that pattern to blame."""
+def wait_for_diagnosis(rank: Rank, pattern: str, seconds: float = SOON) -> None:
+    """Wait until the heartbeat of rank 0 has a diagnosis of that pattern."""
     began, sentences = time.monotonic(), []
-    while not re.match(pattern, sentence := str(beat(rank)["blame"])):
+    while not re.match(pattern, sentence := str(beat(rank)["diagnosis"])):
         sentences.append(sentence)
         assert time.monotonic() - began < seconds, set(sentences)
         time.sleep(0.05)
@@ -52,7 +52,7 @@ def test_a_frozen_rank_is_named_then_given_up_and_the_run_goes_on_to_the_same_en
     ranks = start(2, **knobs)
     ranks[0].reach_step(30)
     ranks[1].process.send_signal(signal.SIGSTOP)
-    wait_for_blame(
+    wait_for_diagnosis(
         ranks[0],
         r"rank 1 \(host-2\) is frozen \(its host takes the connection, the process does not answer\), "
         # The signal may arrive while a checkpoint is due.
@@ -99,7 +99,7 @@ def test_a_slow_rank_is_named_and_waited_for(start: Start, fault: str, effort: s
     """Computing, or waiting for something; its stack is on rank 0's disk, and the run goes on."""
     ranks = start(2, num_iterations=12, env=[IMPATIENT] * 2, faults=[NONE, f"{fault} 8 9"])
     ranks[0].reach_step(7)
-    wait_for_blame(
+    wait_for_diagnosis(
         ranks[0],
         r"rank 1 \(host-2\) has been in backward of step 8 for \d+ s "
         rf"\({effort} of a core\); rank 0 \(host-1\) waits in sync of step 8$",
@@ -112,7 +112,7 @@ def test_a_slow_rank_is_named_and_waited_for(start: Start, fault: str, effort: s
         assert code == 0, said
         assert "Rank 1 (host-2) has been in backward of step 8" in said  # each living rank says it
         assert "rank 1 (host-2) is at faulty.py" in said
-    assert beat(ranks[0])["blame"] is None
+    assert beat(ranks[0])["diagnosis"] is None
 
 
 @pytest.mark.parametrize("culprit", [0, 1])

@@ -141,7 +141,7 @@ def test_another_checkpoint_model_or_tokenizer_is_refused(base: Path) -> None:
     with pytest.raises(ConfigError, match="--from-checkpoint DIR"):
         initial_state(None, config, model, {})
     other = RunConfig.from_strings({**settings_of(base), "parent": "other/step_000001/0123456789ab"})
-    with pytest.raises(ConfigError, match="fine-tunes the model of other/step_000001"):
+    with pytest.raises(ConfigError, match="fine-tunes the checkpoint other/step_000001"):
         initial_state(base, other, model, {})
     with pytest.raises(DataError, match="another tokenizer"):
         initial_state(base, config, model, {"tokenizer": "0"})

@@ -188,7 +188,7 @@ def test_exporting_again_changes_nothing_and_never_replaces_unasked(
     meta = other.with_name("step_000100") / "meta.json"
     meta.write_text(meta.read_text().replace('"step": 7', '"step": 100'))
     assert export(meta.parent, base) == 2
-    assert "has other content: give another --model-tag, or --overwrite" in capsys.readouterr().err
+    assert "exists and differs from the export. Give another --model-tag" in capsys.readouterr().err
     assert everything(base) == before
     assert export(meta.parent, base, "--model-tag", "d3-other") == 0
     assert before.items() <= everything(base).items()

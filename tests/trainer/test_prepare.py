@@ -217,7 +217,7 @@ def test_progress_of_compressed_text_never_passes_its_end(
     [
         (["--source", "SOURCE", "--shards", "EMPTY", "--out", "OUT"], "one of the three"),
         (["--base-url", "climbmix", "--out", "OUT"], "--count N"),
-        (["--base-url", "nowhere", "--count", "2", "--out", "OUT"], "one of climbmix"),
+        (["--base-url", "nowhere", "--count", "2", "--out", "OUT"], "public data set: climbmix"),
         (["--base-url", "climbmix", "--count", "9", "--val-shard", "-2", "--out", "OUT"], "--val-shard"),
         (["--source", "SOURCE", "--count", "2", "--out", "OUT"], "for shards"),
         (["--shards", "EMPTY", "--max-bytes", "9", "--out", "OUT"], "shards are used unchanged"),

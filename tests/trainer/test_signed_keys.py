@@ -201,11 +201,11 @@ def test_the_secret_is_read_from_the_file_that_the_unit_names(
     assert read_secret() == b""
     path = tmp_path / "fleet.secret"
     monkeypatch.setenv(signed.VARIABLE, str(path))
-    with pytest.raises(ConfigError, match=r"fleet\.secret, cannot be read: No such file.*setup\.yml"):
+    with pytest.raises(ConfigError, match=r"fleet\.secret, cannot be used: No such file.*setup\.yml"):
         read_secret()
     for text in ("", "not hexadecimal", "ab" * 31, "ä"):
         path.write_text(text, encoding="utf-8")
-        with pytest.raises(ConfigError, match="it has not 64 hexadecimal digits"):
+        with pytest.raises(ConfigError, match="it does not have 64 hexadecimal digits"):
             read_secret()
     path.write_text(OURS.hex() + "\n")
     assert read_secret() == OURS

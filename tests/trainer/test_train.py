@@ -213,7 +213,7 @@ def test_heartbeat_and_message_are_read_as_one_record(tmp_path: Path) -> None:
     assert set(beat) == {
         *("run_id", "rank", "world_size", "host", "pid", "phase", "entered", "step", "num_iterations"),
         *("loss", "val_bpb", "tok_per_s", "tok_per_s_average", "step_seconds", "eta_seconds", "sync_share"),
-        *("shares", "checkpoint", "cpu", "temperature", "throttled", "stall_seconds", "blame", "warning"),
+        *("shares", "checkpoint", "cpu", "temperature", "throttled", "stall_seconds", "diagnosis", "warning"),
         "time",
     }
     assert RunStatusRecord.load({**beat, "age": 3.0}).heartbeat() == beat

@@ -85,7 +85,7 @@ def test_who_is_waited_for_comes_first(laptop: RankEvidence, sentence: str) -> N
     assert describe_delay([WAITS, laptop]) == f"{sentence}; rank 0 (tower) waits in sync of step 812"
 
 
-def test_ranks_that_all_wait_blame_the_network() -> None:
+def test_ranks_that_all_wait_name_the_network() -> None:
     down = answering(LAPTOP, status("sync", 90, waits=True, interface="wlan0", up=False, received=0.0))
     assert describe_delay([WAITS, down]) == (
         "all ranks have waited in sync of step 812 for 90 s: the network between them is slow or "
@@ -96,7 +96,7 @@ def test_ranks_that_all_wait_blame_the_network() -> None:
     )
 
 
-def test_ranks_that_wait_in_different_steps_blame_the_network_too() -> None:
+def test_ranks_that_wait_in_different_steps_name_the_network_too() -> None:
     """As after a cut: one has had the other's last packets, the other not its."""
     ahead = answering(LAPTOP, status("sync", 95, waits=True, step=812))
     assert describe_delay([WAITS, ahead]).startswith(
@@ -210,7 +210,7 @@ def test_a_stage_begins_with_its_step_and_the_file_beats_on(tmp_path: Path) -> N
     clock = Clock()
     run_status = RunStatus(tmp_path, RankEnv(), "run", clock)
     run_status.enter("data")
-    run_status.update(blame="rank 1 (laptop) ...")
+    run_status.update(diagnosis="rank 1 (laptop) ...")
     clock.now += 7
     run_status.enter("forward")
     assert run_status.stage == ("step", 0, 7.0)
@@ -218,7 +218,7 @@ def test_a_stage_begins_with_its_step_and_the_file_beats_on(tmp_path: Path) -> N
     assert run_status.stage == ("step", 1, 0.0)
     path = tmp_path / "heartbeat-0.json"
     before = json.loads(path.read_text())
-    assert before["blame"] is None  # it was the step's before
+    assert before["diagnosis"] is None  # it was the step's before
     run_status.start(every_seconds=0.001)
     deadline = time.monotonic() + 60
     while (after := json.loads(path.read_text()))["time"] == before["time"]:

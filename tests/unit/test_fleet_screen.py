@@ -51,9 +51,9 @@ class TestRunView:
         follower = watch.Follower(screen, None, [])
         ended = {"time": 1000, "outcome": "retryable", "step": 9, "reason": "Lost rank 1 (b)."}
         for seconds in (64, 70):
-            blamed = state(0, past_attempts=[ended])
-            blamed["heartbeats"][0]["blame"] = f"rank 1 (b) has waited for {seconds} s"  # type: ignore[index]
-            follower.view.fold("a", blamed)
+            delayed = state(0, past_attempts=[ended])
+            delayed["heartbeats"][0]["diagnosis"] = f"rank 1 (b) has waited for {seconds} s"  # type: ignore[index]
+            follower.view.fold("a", delayed)
             follower.view.fold("b", state(1))
             follower._tick()
         said = screen.console.file.getvalue()  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ def test_status_of_a_live_run_with_a_lost_host() -> None:
         assert part in said
 
 
-def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
+def test_status_shows_pace_diagnosis_attempts_and_who_is_frozen() -> None:
     now = {
         "tok_per_s_average": 1200.4,
         "sync_share": 0.124,
@@ -40,17 +40,17 @@ def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
         "throttled": True,
         "entered": 99.0,
     }
-    blame = "rank 1 (laptop) has been in backward of step 4 for 94 s; rank 0 (tower) waits in sync"
+    diagnosis = "rank 1 (laptop) has been in backward of step 4 for 94 s; rank 0 (tower) waits in sync"
     up = {**stored(), "ended": False, "unit": {"active_state": "active", "sub_state": "running"}}
     ended = [{"outcome": "retryable", "step": 2, "time": 1.0, "reason": "Lost rank 1 (laptop)"}]
-    tower = state(**up, heartbeats=[beat(**now, blame=blame)], past_attempts=ended)
-    laptop = state(**up, heartbeats=[beat(**now, rank=1, age=34.0, blame=blame)])
+    tower = state(**up, heartbeats=[beat(**now, diagnosis=diagnosis)], past_attempts=ended)
+    laptop = state(**up, heartbeats=[beat(**now, rank=1, age=34.0, diagnosis=diagnosis)])
     said = status.status_screen({"tower": tower, "laptop": laptop}, "a")
-    for part in ("12 %", "91 °C throttled", f"Diagnosis:   {blame}",
+    for part in ("12 %", "91 °C throttled", f"Diagnosis:   {diagnosis}",
                  "Frozen:      rank 1 on laptop has published no run status for 34 s", "1 ended",
                  "retryable at step 2: Lost rank 1 (laptop)"):  # fmt: skip
         assert part in said
-    assert said.count(blame) == 1
+    assert said.count(diagnosis) == 1
     assert "Frozen:      rank 0" not in said
     assert "Time left" not in said
     laptop = state(**up, heartbeats=[beat(**now, rank=1)])
@@ -94,8 +94,8 @@ def test_no_time_is_left_to_a_run_that_does_not_train(laptop: dict[str, Any]) ->
         "its rank is frozen",
     ],
 )
-def test_nobody_is_blamed_by_an_attempt_that_is_over(changes: dict[str, Any], up: dict[str, Any]) -> None:
-    said = beat(blame="rank 1 (laptop) is frozen", warning="No room")
+def test_nobody_is_named_by_an_attempt_that_is_over(changes: dict[str, Any], up: dict[str, Any]) -> None:
+    said = beat(diagnosis="rank 1 (laptop) is frozen", warning="No room")
     tower = state(**{**stored(), "ended": False, **up}, heartbeats=[{**said, **changes}])
     shown = status.status_screen({"tower": tower, "laptop": {"unreachable": True}}, "a")
     assert "Diagnosis" not in shown
@@ -314,10 +314,10 @@ def test_status_shows_what_a_rank_warns_of() -> None:
 
 
 def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between() -> None:
-    blame = (
+    diagnosis = (
         "Rank 1 (laptop) cannot be reached (its host does not answer at 10.0.0.2: down, asleep or cut off)"
     )
-    up = {"tower": state(**stored(), ended=False, heartbeats=[beat(blame=blame)])}
+    up = {"tower": state(**stored(), ended=False, heartbeats=[beat(diagnosis=diagnosis)])}
     here = {**up, "laptop": state(**stored(), ended=False, heartbeats=[beat(rank=1)])}
     line = "Network:     laptop answers this machine, but not the other hosts of the run"
     assert line in status.status_screen(here, "a")

@@ -118,7 +118,7 @@ class DDPTrainer(BenchTrainer):
         if self.run_file.by_speed:
             raise ConfigError(
                 "shares is auto, but plain DDP does not measure its ranks. "
-                "Fix: --shares equal, or rows by rank such as --shares 3,1"
+                "Fix: --shares equal, or rows per rank such as --shares 3,1"
             )
         self.setup.predicts = False  # the cost model knows sync modes
         self.setup.make_sync = self._wrap  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from trainer.data import DataError
 from trainer.model.gpt import GPTConfig
 from trainer.optim.lr_schedule import describe_extension
 
-ANOTHER = "Give the new run another name (with the playbooks -e run_id=NAME, by hand another --run-dir)"
+ANOTHER = "Give a new run its own directory (with the playbooks -e run_id=NAME, by hand --run-dir DIR)"
 DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # another release may name the same run differently
 
 
@@ -54,7 +54,7 @@ def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], 
     if started != run_id and not by_default and "imported" not in state.meta:
         raise ConfigError(
             f"The checkpoints are of the run {started}, and this run is {run_id}. {ANOTHER}, or resume "
-            f"{started} by its name (by hand --run-id {started})."
+            f"{started} (with the playbooks -e run_id={started}, by hand --run-id {started})."
         )
     differing = config.differences(RunConfig.from_strings(state.meta["config"]), IDENTITY)
     if differing:

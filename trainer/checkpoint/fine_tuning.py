@@ -50,8 +50,9 @@ def initial_state(path: Path | None, config: RunConfig, model: GPTConfig, hashes
     state = storage.load(path)
     if config.parent != parent_of(state.meta):
         raise ConfigError(
-            f"The run fine-tunes the model of {config.parent}, and {path} is {parent_of(state.meta)}. Give "
-            "the former with --from-checkpoint, or start a new run (with another --run-dir and run id)."
+            f"The run fine-tunes the checkpoint {config.parent}, and {path} is {parent_of(state.meta)}. Give "
+            f"--from-checkpoint the folder of {config.parent}, or start a new run with another --run-dir and "
+            "--run-id."
         )
     saved = state.meta["model_config"]
     differing = [

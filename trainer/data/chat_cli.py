@@ -83,8 +83,9 @@ def _run(args: argparse.Namespace) -> int:
 
     if bool(args.tokenizer) == bool(args.data_dir):
         raise DataError(
-            "Give the tokenizer of the model to fine-tune: --data-dir DIR, the data directory that it was "
-            "trained on, or --tokenizer DIR, such as the folder tokenizer of its checkpoint."
+            "Give the tokenizer of the model to fine-tune, by one of these: --data-dir DIR, the data "
+            "directory that it was trained on, or --tokenizer DIR, such as the folder tokenizer of its "
+            "checkpoint."
         )
     if args.val and args.val_fraction is not None:
         raise DataError("--val-fraction is for runs without --val: give one of them.")

@@ -47,9 +47,9 @@ class _Reading:
     left: int
 
     def part(self, n_bytes: int) -> int:
-        """The bytes on disk to report as progress for `n_bytes` of text, at most those not yet reported.
+        """Count `n_bytes` of text as progress; returns the bytes on disk to report for them.
 
-        A compressed file has more bytes of text than bytes on disk.
+        All results together are at most the size of the file: a compressed file has more text than that.
         """
         part = min(n_bytes, self.left)
         self.left -= part
@@ -104,7 +104,7 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
 
 @dataclass(frozen=True)
 class Plan:
-    """Assigns documents to shards: training shards of equal size, then one for validation.
+    """Assigns documents to shards: training shards of about equal size, then one for validation.
 
     total: the size of all text in bytes. n_train: the number of training shards. train_bytes: the size of the
     text for training in bytes.
@@ -220,10 +220,10 @@ def build_shards(
 
 
 def source_digest(files: Sequence[SourceFile], *arguments: object) -> str:
-    """The sha256, 64 hex digits, of the names, sizes and times of `files` and of `arguments`.
+    """The sha256, 64 hex digits, of the names, sizes and modification times of `files`, and of `arguments`.
 
-    `arguments` are the options that determine the shards. If the digest in the manifest is the same,
-    `prepare` keeps the shards.
+    `arguments` are what else determines the shards, such as options. If the digest in the manifest is the
+    same, `prepare` keeps the shards whose files still have their sizes.
     """
     digest = hashlib.sha256(repr(arguments).encode())
     for file in files:

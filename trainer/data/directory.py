@@ -200,14 +200,16 @@ def make_directory(
     clock: Clock,
     notes: Mapping[str, Any] | None = None,
 ) -> Prepared:
-    """Make the shards, the tokenizer and the manifest of `out`. Shards and a tokenizer that match are kept.
+    """Make the shards, the tokenizer and the manifest of `out`; returns its figures.
 
     The caller holds the lock of `out`.
-    digest: the digest of sources and options (`source_digest`). Shards with the same digest are kept.
+    digest: the digest of sources and options (`source_digest`). Shards of this digest are kept if all their
+        files exist and have their sizes.
     make: writes the shards to a folder; returns (manifest entries, number of skipped files by reason).
     vocab_size: the number of tokens of a tokenizer to train.
-    tokenizer_dir: the folder of an existing tokenizer to copy; None: a tokenizer is trained.
-    clock: measures the steps.
+    tokenizer_dir: the folder of an existing tokenizer to copy; None: a tokenizer is trained. The tokenizer in
+        `out` is kept if it is undamaged and is this one or, with None, has `vocab_size` tokens.
+    clock: records the seconds of each part of the preparation.
     notes: more entries for the manifest.
     """
     for leftover in out.glob(".preparing-*"):

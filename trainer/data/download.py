@@ -29,7 +29,10 @@ def public_shards(base_url: str, count: int, val_shard: int | None = None) -> tu
     """
     url, last = PUBLIC.get(base_url, (base_url.rstrip("/"), None))
     if not url.startswith(("http://", "https://")):
-        raise DataError(f"--base-url {base_url} is neither a URL (http...) nor one of {', '.join(PUBLIC)}.")
+        raise DataError(
+            f"--base-url is {base_url}: it takes a URL that begins with http:// or https://, or the name of "
+            f"a public data set: {', '.join(PUBLIC)}."
+        )
     if count < 2:
         raise DataError(f"--count {count} is too small. One shard is for validation: give 2 or more.")
     if last is not None and max(count - 1, val_shard or 0) > last:

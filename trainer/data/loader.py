@@ -1,11 +1,12 @@
 """The global batch of a step, a pure function of (seed, step), and its split over the ranks.
 
-No state is kept between steps: the loss curve does not depend on the number of ranks, and a resumed run
-computes its next batch from the number of the step. The permutations of two epochs are cached: 16 bytes per
-row. The CRC-32 of each row is verified at every read, to detect bits that change on the disk or in memory.
+No state that affects the result is kept between steps: the loss curve does not depend on the number of ranks,
+and a resumed run computes its next batch from the number of the step. The permutations of two epochs are
+cached: 16 bytes per row. The CRC-32 of each row is verified at every read, to detect bits that change on the
+disk or in memory.
 
-Rows of conversations are uint32. Their highest bit, TRAINED, marks the tokens that the model is trained to
-predict.
+Rows of conversations are uint32. The highest bit of a token, TRAINED, marks those that the model is trained
+to predict.
 """
 
 import functools

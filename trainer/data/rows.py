@@ -35,6 +35,10 @@ from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 PACKING = 1  # version of the packing algorithm, part of the digest
 SPLITS = ("train", "val")
+MAKER = (
+    "the command that made the data directory: python -m trainer prepare, or python -m trainer "
+    "conversations. On a host of a fleet: ansible-playbook setup.yml"
+)
 CONVERSATIONS = "conversations"  # the kind of a manifest; that of documents has none
 BLOCK_BYTES = 2**20  # per read, about
 
@@ -133,7 +137,7 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
     if tokenizer_sha256 != manifest.get("tokenizer_sha256"):
         raise DataError(
             f"{data_dir / 'tokenizer' / FILE_NAME} is not the tokenizer that the manifest names: it was "
-            "replaced or is damaged. Make the data directory again with: python -m trainer prepare"
+            f"replaced or is damaged. Repeat {MAKER}"
         )
     digest = rows_digest(manifest, tokenizer_sha256, sequence_len)
     folder = data_dir / "rows" / digest[:16]
@@ -243,8 +247,9 @@ def _refuse_too_little(meta: dict[str, Any], data_dir: Path) -> None:
         if meta[f"{split}_rows"] < least:
             raise DataError(
                 f"Too little text in {data_dir}: the {split} split fills {meta[f'{split}_rows']} row(s) of "
-                f"{meta['sequence_len'] + 1} tokens, {least} needed. Give prepare more text, or a smaller "
-                "sequence length."
+                f"{meta['sequence_len'] + 1} tokens, and at least {least} are needed. Make the data "
+                "directory from more text, or use a smaller sequence length: with the playbooks "
+                "-e sequence_len=N, by hand --sequence-len N."
             )
 
 
@@ -263,8 +268,8 @@ def _texts(data_dir: Path, shards: list[dict[str, Any]], progress: Progress) -> 
         path = data_dir / SHARDS / shard["name"]
         if path.exists() and file_sha256(path, lambda _: progress.add(0)) != shard["sha256"]:
             raise DataError(
-                f"The shard {path} is damaged: its sha256 is not the one in the manifest. Delete it and make "
-                "the data directory again with: python -m trainer prepare"
+                f"The shard {path} is damaged: its sha256 is not the one in the manifest. Delete it, and "
+                f"repeat {MAKER}"
             )
         for column in text_columns(path):
             progress.add(pc.sum(pc.binary_length(column)).as_py() or 0)

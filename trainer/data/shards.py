@@ -51,9 +51,9 @@ def find_shards(folder: Path) -> list[SourceFile]:
     except OSError as error:
         raise DataError(f"Cannot read the folder {folder}: {error.strerror}.") from None
     if len(names) < 2:
-        found = f"only {names[0].name}" if names else "no .parquet file"
+        found = f"only {names[0]}" if names else f"no .parquet file in {folder}"
         raise DataError(
-            f"There is {found} in {folder}: two shards are the least, {shard_name(0)} to train on and "
+            f"There is {found}: at least two shards are needed, {shard_name(0)} to train on and "
             f"{shard_name(1)} for validation. For other text use --source instead of --shards."
         )
     stats = [(path, path.stat()) for path in names]
@@ -151,7 +151,10 @@ def read_sums(path: Path, names: Iterable[str] = ()) -> dict[str, str]:
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not a list of checksums: make one with sha256sum *.parquet") from None
+        raise DataError(
+            f"{path} is not a list of checksums. Make it in the folder of the shards: "
+            "sha256sum *.parquet > SHA256SUMS"
+        ) from None
 
 
 def parse_sums(text: str) -> dict[str, str]:

@@ -57,7 +57,7 @@ class SourceFile:
 
 
 class SkippedFileError(Exception):
-    """Raised for a file without usable text.
+    """Raised for a file that is skipped: it has no usable text, cannot be read, or needs a missing program.
 
     The message is the reason; skipped files are counted by reason.
     """

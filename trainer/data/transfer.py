@@ -52,7 +52,7 @@ class SharedState:
     progress: counts the bytes of all downloads. n_files: the number of files.
     stop: an event; setting it stops all downloads.
     sizes: {URL: size of the file in bytes}, for the files whose size is known.
-    unverified: names of the files whose sha256 is not known.
+    unverified: names of the files that were downloaded and whose sha256 is not known.
     """
 
     def __init__(self, progress: Progress, n_files: int = 1) -> None:

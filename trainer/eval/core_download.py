@@ -37,7 +37,10 @@ def fetch_bundle(url: str, sha256: str, folder: Path) -> None:
     """
     url = PUBLIC.get(url, url)
     if not url.startswith(("http://", "https://")):
-        raise DataError(f"--core-url {url} is neither a URL (http...) nor one of {', '.join(PUBLIC)}.")
+        raise DataError(
+            f"--core-url is {url}: it takes a URL that begins with http:// or https://, or "
+            f"{' or '.join(PUBLIC)}."
+        )
     folder = folder.absolute()
     with locked(folder.with_name(f".{folder.name}.lock")):
         if (folder / TASKS).exists():
@@ -60,8 +63,8 @@ def _download(url: str, sha256: str, archive: Path) -> None:
         if expected and found != expected:
             transfer.discard()
             raise DataError(
-                f"The file at {url} has the sha256 {found} instead of {expected}. It was changed or damaged "
-                "and is removed: check --core-url and --core-sha256."
+                f"The download of {url} has the sha256 {found} instead of {expected}, and was deleted. Check "
+                "--core-url and, if you gave it, --core-sha256."
             )
         transfer.metadata_path.unlink(missing_ok=True)
         if not expected:

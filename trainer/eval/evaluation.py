@@ -243,7 +243,8 @@ class Evaluation:
             tasks = {name: result.to_dict() for name, result in results.items()}
             found = {"chatcore_metric": metric, "tasks": tasks}
             self.results.add("chat", found)
-            self.log.info(f"ChatCORE metric {metric:.4f}", extra=fields("chat", **found))
+            text = f"the mean of these {len(results)} task(s); 0 is guessing, 1 is all correct"
+            self.log.info(f"ChatCORE {metric:.4f}: {text}", extra=fields("chat", **found))
 
     def _track(self) -> None:
         """Send the results to the tracker, on rank 0, if its address is known."""

@@ -40,7 +40,8 @@ def parts_of(args: argparse.Namespace) -> Parts:
     if args.bpb and args.data_dir is None:
         raise ConfigError("--bpb needs --data-dir, whose validation split it evaluates.")
     if (args.core_url or args.core_sha256) and args.core is None:
-        raise ConfigError("--core-url needs --core, the folder for the bundle.")
+        option = "--core-url" if args.core_url else "--core-sha256"
+        raise ConfigError(f"{option} needs --core DIR, the folder for the CORE bundle.")
     if args.core_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", args.core_sha256):
         raise ConfigError("--core-sha256 takes 64 hex digits.")
     names = [path.stem for path in args.chat_task]

@@ -19,6 +19,11 @@ from trainer.eval.core_bundle import Bundle
 
 RESULT, CORE, TABLE = "eval.json", "core.json", "core.csv"
 SCHEMA = 1
+WHAT = {
+    "checkpoint": "checkpoint",
+    "bundle": "CORE bundle",
+    "max_per_task": "value of --core-max-per-task",
+}
 
 
 class Results:
@@ -29,10 +34,11 @@ class Results:
     """
 
     def __init__(self, folder: Path | None, checkpoint: Mapping[str, Any]) -> None:
-        """Read the results that `folder` already has.
+        """Read eval.json in `folder`, if it exists, and make the folder if it is missing; with None, neither.
 
         checkpoint: identifies the checkpoint by the keys step, run_id and sha256 ({file: sha256}). Raises
-        ConfigError if the folder has damaged results or those of another checkpoint, or cannot be made.
+        ConfigError if eval.json cannot be read, is damaged, has another schema or is of another checkpoint,
+        or if the folder cannot be made.
         """
         self.folder, self.checkpoint = folder, dict(checkpoint)
         self.parts: dict[str, Any] = self._read(RESULT, {"checkpoint": self.checkpoint}).get("parts", {})
@@ -98,9 +104,10 @@ class Results:
         if version != SCHEMA:
             raise ConfigError(f"{path} has the schema {version}; this release reads {SCHEMA}. Remove it.")
         if other:
-            what = " and ".join(name.replace("_", " ") for name in other)
+            what = " and ".join(WHAT[name] for name in other)
             raise ConfigError(
-                f"{path} has results of another {what}. Give another --out, or remove the files in it."
+                f"{path} has results for another {what}. Give another --out, or remove the files in "
+                f"{self.folder}."
             )
         return content
 

@@ -72,8 +72,8 @@ class HealthEndpoint(socketserver.ThreadingTCPServer):
 
     address: the EndpointAddress at which the rank answers. answer: function that is called for each query,
     perhaps by several threads at once. Its argument is whether the query asks for the stacks of all threads;
-    it returns the run status. If MOST_CONNECTIONS clients are connected and have not sent the secret yet, a
-    new connection closes the oldest of theirs.
+    it returns the run status. While MOST_CONNECTIONS connections have not sent the secret yet, a new
+    connection closes the oldest of them.
     """
 
     daemon_threads = True
@@ -196,12 +196,12 @@ def send_line(connection: socket.socket, message: dict[str, Any], deadline: floa
 
 
 def read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
-    """Read a line; returns its bytes with the newline. The sender must send nothing after it until answered.
+    """Read a line; returns its bytes with the newline. The sender must wait for an answer then.
 
-    limit: no block is read after more than `limit` bytes. A block has 65,536 bytes at most, so the line may
-    be longer than `limit` by that number. Raises TimeoutError if the line has not arrived by `deadline`, a
-    time of time.monotonic(); ValueError if the line is longer, or if the connection closes before its end;
-    OSError if the connection fails.
+    limit: nothing more is read after `limit` bytes. Blocks of up to 65,536 bytes are read, so the line can be
+    longer than `limit` by that number. deadline: a time of time.monotonic(). Raises TimeoutError if the line
+    has not arrived by then; ValueError if what was read does not end with a newline, because the line is too
+    long or the connection was closed; OSError if the connection fails.
     """
     line = bytearray()
     while len(line) <= limit and not line.endswith(b"\n"):

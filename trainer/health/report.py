@@ -149,10 +149,10 @@ def describe_delay(evidence: Sequence[RankEvidence]) -> str:
 def describe_loss(evidence: Sequence[RankEvidence], fallback: str, stood_still: float = 0.0) -> str:
     """The reason why an attempt ends, as sentences.
 
-    They name the ranks that are lost (gone, frozen or unreachable), with a remedy, and the ranks to which
-    packets are lost. evidence: what is known of each rank. fallback: the first sentence if no rank is lost;
-    "" for none. stood_still: the seconds for which this process did not run, for example because
-    its host was suspended; 0 is not mentioned.
+    They name the ranks that are lost (gone, frozen or unreachable), with a remedy, and the ranks with which
+    traffic is impaired. evidence: what is known of each rank. fallback: the first sentence if no rank is
+    lost; "" for none. stood_still: the seconds for which this process did not run, for example because its
+    host was suspended; 0 is not mentioned.
     """
     dead = [each for each in evidence if each.verdict.is_dead]
     impaired = [capitalize(describe_rank(each)) for each in evidence if each.verdict == Verdict.IMPAIRED]

@@ -157,7 +157,7 @@ class RunStatus:
         stage = ("step" if self.phase in STEP_PHASES else self.phase, self._record.step)
         if stage != self._stage:
             self._stage_entered, self._stage = now, stage
-            self._record.blame = None
+            self._record.diagnosis = None
 
     def begin_stage_again(self) -> None:
         """Count the seconds of the current stage from 0 again, after a part of the stage is done."""

@@ -91,7 +91,7 @@ class RunStatusRecord(RunFigures):
     sync_share: the part of a step's seconds that the phase sync takes, from 0 to 1.
     shares: rows per rank. checkpoint: the newest checkpoint.
     stall_seconds: the stall time, the shortest time in seconds after which a step is late.
-    `blame`: the diagnosis of a late step. warning: a sentence.
+    `diagnosis`: the diagnosis of a late step. warning: a sentence.
     time: Unix time at which the heartbeat file was written.
     cpu: share of a core that the training thread uses; 1.0 is a whole core. temperature: of the CPU, in
         degrees Celsius. throttled: whether the CPU is slowed.
@@ -117,7 +117,7 @@ class RunStatusRecord(RunFigures):
     shares: list[int] | None = None
     checkpoint: SavedCheckpoint | None = None
     stall_seconds: float | None = None
-    blame: str | None = None
+    diagnosis: str | None = None
     warning: str | None = None
     time: float | None = None
 

@@ -110,10 +110,10 @@ class Watchdog:
         }
 
     def set_members(self, peers: Iterable[Peer], endpoints: Mapping[int, str]) -> None:
-        """Set the members of an elastic run: the ranks, by their number at launch, that now take part in it.
+        """Set the members of an elastic run: the ranks that now take part in it, by `RankEnv.rank`.
 
-        From then on, the published end of another rank ends this attempt only if that rank is rank 0. peers,
-        endpoints: as for `set_peers`.
+        From then on, if another rank publishes its end, this attempt ends only if that rank is rank 0, the
+        coordinator. peers, endpoints: as for `set_peers`, but of the members only.
         """
         self.set_peers(peers, endpoints)
         self._others, self._elastic = set(self._peers), True
@@ -125,7 +125,7 @@ class Watchdog:
         return received.age if received else None
 
     def delaying(self, seconds: float) -> list[int]:
-        """The ranks, by their number at launch, that still compute a step while other ranks wait for them.
+        """The ranks, by `RankEnv.rank`, that still compute a step while other ranks wait for them.
 
         seconds: how long this rank must have waited in the phase sync; if it computes itself, how long
         another rank must have waited. A value below two median steps counts as two median steps. The
@@ -213,7 +213,7 @@ class Watchdog:
             stage, limit = self._run_status.stage, self.limit()
             if stage.seconds < limit:
                 if delay is not None:
-                    self._run_status.update(blame=None)
+                    self._run_status.update(diagnosis=None)
                     delay = None
             else:
                 delay = delay or DelayReport(self._stall)
@@ -240,10 +240,10 @@ class Watchdog:
         verdicts = {each.peer.rank: each.verdict for each in evidence if each.is_lost}
         if delay.should_report(verdicts, late_seconds):
             stack_lines = self._save_stacks(evidence) if first else ""
-            self._run_status.update(blame=sentence)
+            self._run_status.update(diagnosis=sentence)
             self._log.warning(
                 f"{capitalize(sentence)}.{stack_lines}",
-                extra=fields("blame", blame=sentence, late_seconds=late_seconds),
+                extra=fields("diagnosis", diagnosis=sentence, late_seconds=late_seconds),
             )
         if delay.is_over:
             self._end(self._end_by_loss(evidence, ""))

@@ -1,6 +1,6 @@
 """The processors on which the threads of this process run, and how fast each of them is at the moment.
 
-with pinned({0, 2, 4, 6}):          # four threads of torch, one on each of these processors
+with pinned({0, 2, 4, 6}):          # torch has four threads, and all threads run on these processors only
     work()
 pin({0, 2, 4, 6})                   # for good
 rates = core_rates([0, 2, 4, 6])    # relative to the fastest: {0: 1.0, 2: 0.98, ...}

@@ -95,7 +95,10 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
                 del staged[path]
                 result.unchanged.append(path)
             elif path.exists() and not overwrite:
-                raise ConfigError(f"{path} has other content: give another --model-tag, or --overwrite.")
+                raise ConfigError(
+                    f"{path} exists and differs from the export. Give another --model-tag, or replace the "
+                    "file with --overwrite."
+                )
         for path, new in staged.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             os.replace(new, path)

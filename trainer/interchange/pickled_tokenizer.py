@@ -144,7 +144,8 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     ranks, specials = fields["mergeable_ranks"], fields["special_tokens"]
     for name, kind, table in (("mergeable_ranks", bytes, ranks), ("special_tokens", str, specials)):
         if not all(type(piece) is kind and piece and type(token) is int for piece, token in table.items()):
-            raise DataError(f"its {name} does not map {kind.__name__} that are not empty to whole numbers")
+            wrong = f"a key is empty or not {kind.__name__}, or a value is no whole number"
+            raise DataError(f"in its {name}, {wrong}")
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise DataError("the ids of its mergeable_ranks are not 0, 1, 2 and so on, each once")
     if sorted(specials.values()) != list(range(len(ranks), len(ranks) + len(specials))):

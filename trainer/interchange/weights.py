@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
+from trainer.host.memory import is_out_of_memory
 from trainer.model.gpt import GPT, GPTConfig
 
 COMPILED = "_orig_mod."  # prefix of the names of a compiled module
@@ -31,8 +32,13 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             f"{path} is damaged or holds more than tensors: torch.load refuses it with weights_only=True."
         ) from None
     except Exception as error:  # a damaged file may raise any exception in torch
+        if is_out_of_memory(error):
+            raise
         reason = str(error).partition(". ")[0].splitlines() or ["it ends too early"]
-        raise ConfigError(f"{path} is damaged: {type(error).__name__}, {reason[0]}.") from None
+        raise ConfigError(
+            f"{path} cannot be loaded ({type(error).__name__}: {reason[0]}). It is damaged, or no model file "
+            "of nanochat: copy it again."
+        ) from None
     if not isinstance(weights, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
     ):

@@ -97,7 +97,7 @@ class _Softmax:
         return (self.sums.log() - LOGIT_CAP * self.squashed) * self.counts
 
     def target_gradients(self) -> Tensor:
-        """The derivative of each token's loss by the logit of its target, taken before the cap: (M,)."""
+        """The derivative of each token's loss by the uncapped logit of its target, (M,); 0 if ignored."""
         shares = (LOGIT_CAP * self.squashed).exp() / self.sums
         return (shares - 1) * (1 - self.squashed.square()) * self.counts
 

@@ -1,1 +1,1 @@
-"""Muon and AdamW, and the schedules of their learning rates."""
+"""Muon and AdamW, and the schedules of learning rates, Muon's momentum and Muon's weight decay."""

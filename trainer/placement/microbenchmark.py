@@ -3,8 +3,9 @@
     speed = measure_speed(model, optimizer, batch_size=2)   # all ranks at once, as in a step
     link = measure_link(group, device)
 
-Both measure wall-clock time for long enough that a CPU quota or another user slows the measurement as it will
-slow the run. measure_speed overwrites weights and optimizer state: load them afterwards.
+Both measure wall-clock time. measure_speed measures for long enough that a CPU quota or another user slows it
+as it will slow the run; measure_link takes a fraction of a second. measure_speed overwrites weights and
+optimizer state: load them afterwards.
 """
 
 from __future__ import annotations

@@ -122,7 +122,10 @@ class Local(SyncMode):
             fragment.decay *= 1 - rates["lr"] * rates["weight_decay"]
 
     def broadcast(self) -> None:
-        """Start the sync rounds that are due after this step, and finish those whose delay is over."""
+        """Count the step as completed, start the sync rounds that are due, and finish old ones.
+
+        A sync round is finished local_delay steps after its start. This waits for the bytes of other ranks.
+        """
         self._step += 1
         for fragment in self._fragments:
             scheduled = self._is_scheduled(fragment, self._step)

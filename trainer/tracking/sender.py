@@ -219,7 +219,7 @@ class Sender:
 
 
 def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
-    """Send new figures until rank 0 reports the outcome or dies.
+    """Send new figures until rank 0 reports the outcome or dies, then the rest.
 
     Returns 0 if the server has everything, else 1. run_dir, uri, patience: as for Sender. messages: the pipe
     to rank 0, for the JSON lines that the top of this file lists.
