@@ -53,7 +53,7 @@ def test_a_copy_is_due_as_often_as_it_costs_little(
     pause: float, seconds: float, interval: float, calm: float
 ) -> None:
     copies = Snapshots(Collectives(RankEnv(), []), None)
-    copies.pause, copies.seconds = pause, seconds
+    copies._later_pause, copies.seconds = pause, seconds
     assert copies.interval(is_calm=False) == pytest.approx(interval)
     assert copies.interval(is_calm=True) == pytest.approx(calm)
 

@@ -113,6 +113,7 @@ class Snapshots:
         self._is_urgent = threading.Event()  # set while the training thread waits for the copy to arrive
         self.seconds = 0.0  # in which the newest copy arrived
         self.pause = 0.0  # seconds for which training paused for the newest copy
+        self._later_pause = 0.0  # the same, but not of the first copy, whose memory is new
         self.megabytes = 0.0  # that the coordinator receives for it
 
     @property
@@ -126,9 +127,11 @@ class Snapshots:
     def interval(self, is_calm: bool) -> float:
         """Seconds from one copy to the next, 2 to 60, in proportion to the time that the newest has taken.
 
+        The pause for the first copy does not count: new memory makes it many times longer than the next ones.
+
         is_calm: whether no member was lost lately; the interval is then longer.
         """
-        cost = max(PAUSES * self.pause, TRANSFERS * self.seconds) * (CALM if is_calm else 1)
+        cost = max(PAUSES * self._later_pause, TRANSFERS * self.seconds) * (CALM if is_calm else 1)
         return min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, cost))
 
     @property
@@ -148,7 +151,7 @@ class Snapshots:
         """
         self.finish()
         began = self._started_at = time.monotonic()
-        rank = self._group.rank
+        rank, is_first = self._group.rank, self._layout is None
         sent = _part_of(rank, parameters, sync, optimizer) if set(self._holders) - {rank} else {}
         everything = _part_of(None, parameters, sync, optimizer) if rank in self._holders else {}
         if self._layout is None:
@@ -161,6 +164,7 @@ class Snapshots:
             whole = self._pack(f"part {rank}", everything)
             copy = Copy(meta, rank, layout.formats, [whole], layout.rows)
         self.pause = time.monotonic() - began
+        self._later_pause = 0.0 if is_first else self.pause
         self._thread = threading.Thread(
             target=self._send, args=(part, layout.sizes, copy), name="copy", daemon=True
         )
