@@ -49,9 +49,9 @@ def status(lab: Lab) -> dict[str, Any]:
 def measure(lab: Lab, name: str) -> dict[str, float]:
     """Let the event `name` happen to the coordinator, wait until all ranks train again, and return figures.
 
-    next_step: seconds from the event to the next step. repeated: the number of steps that were trained again.
-    all_after: seconds from the end of the event until all ranks train. Raises SystemExit if not all ranks
-    train within WAIT_SECONDS.
+    next_step: seconds from the event to the next step after the members have changed. repeated: the number of
+    steps that were trained again. all_after: seconds from the end of the event until all ranks train. Raises
+    SystemExit if not all ranks train within WAIT_SECONDS.
     """
     coordinator = int(status(lab)["number"])
     watched = dataclasses.replace(lab, steps={}, changes=[], observer=1 if coordinator > 1 else 2)
@@ -72,15 +72,16 @@ def measure(lab: Lab, name: str) -> dict[str, float]:
     while True:
         now = status(lab)
         stepped = now.get("loss") is not None and float(now.get("time") or 0.0) > fixed + 1.0
-        if now.get("world_size") == lab.hosts and stepped and len(watched.after(planted + 1.0)) > 2:
+        has_changed = any(at > planted for at, _ in watched.changes)
+        if now.get("world_size") == lab.hosts and stepped and has_changed and len(watched.after(planted)) > 2:
             break
         if time.time() - fixed > WAIT_SECONDS:
             raise SystemExit(f"not all ranks train {WAIT_SECONDS:.0f} s after {name}")
         time.sleep(POLL_SECONDS)
         watched.read()
     all_after = time.time() - fixed
-    before, _ = elastic.longest_gap(watched.steps, planted)
-    resumed, _, _ = elastic.around(watched.steps, before)
+    changed = min(at for at, _ in watched.changes if at > planted)
+    resumed, _, _ = elastic.around(watched.steps, changed)
     repeated = lab.repeated() - repeated
     return {"next_step": resumed - planted, "repeated": float(repeated), "all_after": all_after}
 
