@@ -72,7 +72,8 @@ class RunSetup:
     from_checkpoint: on rank 0, the checkpoint that a run of stage sft begins with.
     Set by `run`, for the training loop:
     plan: plan of the run, with the batch split at the first step. data: rows and tokenizer.
-    core: tasks of CORE, if they are evaluated; else None. group: the connected ranks.
+    core: tasks of CORE, if they are evaluated; else None. options: what this rank can compute on.
+    group: the connected ranks.
     numerics: device, number formats and threads of this rank.
     model, optimizer, sync: the model, its optimizer and the sync mode.
     train_state: progress of the run. placement: how the ranks divide the work.
@@ -93,6 +94,7 @@ class RunSetup:
     plan: Plan
     data: Dataset
     core: Bundle | None = None
+    options: Options | None = None
     group: Collectives
     numerics: Numerics
     model: GPT
@@ -124,9 +126,7 @@ class RunSetup:
         """Run the setup. If it fails on any rank, every rank raises RunEnd, ConfigError or DataError."""
         config, env = self.config, self.env
         self.run_status.enter("load")
-        options = explore(config.device, config.dtype, config.threads, env.local_rank, env.local_world_size)
-        if options.cuda is None:  # it will compute on the CPU
-            options = dataclasses.replace(options, cpu=self._bind_threads(options.cpu))
+        options = self.options = self.options or self._explore()
         records = self._load_and_check(options)
         kind, reason = decide_device(config.device, {str(record): record.shown for record in records})
         kind = self._check_kind(kind)
@@ -137,6 +137,14 @@ class RunSetup:
             self._log_ranks(records, kind, reason)
         self.config_digest = config.digest()
         self._begin(records, options.cuda if kind != "cuda" and config.device == "auto" else None)
+
+    def _explore(self) -> Options:
+        """Find what this rank can compute on. If that is the CPU only, bind its threads."""
+        config, env = self.config, self.env
+        options = explore(config.device, config.dtype, config.threads, env.local_rank, env.local_world_size)
+        if options.cuda is None:
+            options = dataclasses.replace(options, cpu=self._bind_threads(options.cpu))
+        return options
 
     def _begin(self, records: list[consistency.Record], gpu: Numerics | None) -> None:
         """Connect the ranks, and build and load what they train. gpu: of this rank, if it is idle."""
@@ -226,7 +234,7 @@ class RunSetup:
                 f"core_metric_every is {every}, and there is no CORE bundle {folder} on {self.env.host}. "
                 f"{HOW_TO_GET}, or set core_metric_every to 0."
             )
-        self.core = read_bundle(folder).limited(self.config.core_metric_max_per_task)
+        self.core = self.core or read_bundle(folder).limited(self.config.core_metric_max_per_task)
         return {"CORE bundle": self.core.digest[:16]}
 
     def make_sync(self) -> SyncMode:
@@ -261,7 +269,7 @@ class RunSetup:
             if self.run_file.trainer_digest not in ("", code_digest()):
                 raise ConfigError(
                     "The run file was written for another version of the trainer than that of this host. "
-                    "Install the same one on all hosts: ansible-playbook setup.yml"
+                    "Install the same version on all hosts: ansible-playbook setup.yml"
                 )
         except (ConfigError, DataError) as error:
             problem = error
@@ -347,8 +355,8 @@ class RunSetup:
                 mine = optim or mine  # that of rank 0 is in the checkpoint
             else:
                 self.log.info(
-                    f"This host has no state of rank {self.group.rank} of step {state.step}: the rank "
-                    "continues from the shared parameters, with the optimizer state of rank 0."
+                    f"This host has no valid state of rank {self.group.rank} of step {state.step}: the rank "
+                    "continues from the outer parameters, with the optimizer state of rank 0."
                 )
         self.optimizer.load_state_dict(mine)
         self.sync.load(state.step, common, own)

@@ -14,13 +14,16 @@ from conftest import free_port
 
 from trainer.checkpoint.storage import TrainState
 from trainer.config import ConfigError, RunConfig, RunFile
+from trainer.data.dataset import Dataset
 from trainer.elastic import candidacy
 from trainer.elastic.candidacy import Candidacy, Signer, read_term
 from trainer.elastic.election import NONE, Notice
+from trainer.elastic.setup import Inputs
 from trainer.elastic.train import ElasticTrainer, LastTerm
 from trainer.health.attempt import Attempt
 from trainer.health.attempt_history import has_stepped
 from trainer.host.logger import RunLogger
+from trainer.host.numerics import Numerics, Options
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import Retryable
 
@@ -177,10 +180,13 @@ def test_a_rank_that_cannot_join_the_next_term_has_made_steps(tmp_path: Path, se
     attempt = Attempt(run_dir, env)
     attempt.begin()
     trainer = ElasticTrainer(RUN, tmp_path, run_dir, env, attempt, log)
-    last = LastTerm(None, None, trainer.checkpoint_writer, TrainState(step=61, loss=2.5), time.monotonic())
+    data, state = object.__new__(Dataset), TrainState(step=61, loss=2.5)
+    inputs = Inputs(data, None, Options(Numerics.__new__(Numerics), None, 0, {}))
+    last = LastTerm(None, None, inputs, trainer.checkpoint_writer, state, time.monotonic())
     assert not has_stepped(run_dir)
     trainer.take_part(Candidacy(env, RUN, run_dir, log), last)
     assert has_stepped(run_dir)
+    assert trainer.setup.open_data() is data, "it is verified only once in a process"
     attempt.end("retryable", "The run has ended: only two hosts can train.")
     assert json.loads((run_dir / "outcome.json").read_text())["step"] == 61
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from trainer.checkpoint import compatibility, exchange, storage
 from trainer.checkpoint.storage import State, TrainState
 from trainer.config import ConfigError
+from trainer.data.dataset import Dataset
 from trainer.data.loader import equal_split
 from trainer.distributed.consistency import Record
 from trainer.distributed.process_group import CPU, Collectives, Peer
@@ -24,6 +25,7 @@ from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.membership import Membership, lost_store
 from trainer.elastic.snapshot import Copy, state_of
+from trainer.eval.core_bundle import Bundle
 from trainer.host.logger import fields
 from trainer.host.numerics import Numerics, Options
 from trainer.host.rank_env import RankEnv
@@ -68,6 +70,19 @@ class Kept:
         return int(self.meta["terms"][-1][0])
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """What a setup has read and measured on this host, for the next setup in the same process.
+
+    To read the rows again would take minutes on a host with many shards, because their sha256 is verified.
+    data, core, options: attributes of RunSetup.
+    """
+
+    data: Dataset
+    core: Bundle | None
+    options: Options
+
+
 class ElasticSetup(RunSetup):
     """Sets up a rank of an elastic run, whose ranks agree on the members of the run before they connect.
 
@@ -93,6 +108,19 @@ class ElasticSetup(RunSetup):
     terms: list[list[int]]
     _is_new = True  # whether this rank has not taken part yet
     _kept_term: int | None = None  # term of what this rank has kept, until the coordinator's is known
+
+    @property
+    def inputs(self) -> Inputs:
+        """What `run` has read and measured on this host."""
+        assert self.options is not None
+        return Inputs(self.data, self.core, self.options)
+
+    def take_over(self, inputs: Inputs) -> None:
+        """Use the inputs of the last setup in this process. Call it before `run`."""
+        self.data, self.core, self.options = inputs.data, inputs.core, inputs.options
+
+    def open_data(self) -> Dataset:
+        return self.data if hasattr(self, "data") else super().open_data()
 
     def _open_store(self) -> dist.Store:
         self.membership = Membership(

@@ -34,7 +34,7 @@ from trainer.distributed.step_sync import StepReport
 from trainer.elastic import prefetch
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
-from trainer.elastic.setup import ElasticSetup, Kept
+from trainer.elastic.setup import ElasticSetup, Inputs, Kept
 from trainer.elastic.snapshot import Copy, Snapshots, state_of
 from trainer.health.attempt import PARENT_SECONDS, Attempt
 from trainer.host.logger import RunLogger, fields
@@ -100,13 +100,14 @@ class LastTerm:
     """What a rank keeps of its last term, the time under one coordinator, for the trainer of the next term.
 
     Both trainers run in the same process. copy: the newest copy of the state on this rank, or None. kept:
-    with sync=local, what this rank continues from; else None. writer: writes `copy` or `kept` as a
-    checkpoint, if this host has no newer checkpoint. train_state: progress of the run after the last
-    completed step. ended: when training stopped, as time.monotonic().
+    with sync=local, what this rank continues from; else None. inputs: data and measurements of this host.
+    writer: writes `copy` or `kept` as a checkpoint, if this host has no newer checkpoint. train_state:
+    progress of the run after the last completed step. ended: when training stopped, as time.monotonic().
     """
 
     copy: Copy | None
     kept: Kept | None
+    inputs: Inputs
     writer: CheckpointWriter
     train_state: TrainState
     ended: float
@@ -142,6 +143,7 @@ class ElasticTrainer(Trainer):
         if last is None:
             return
         self._last_term, self.continues, self._lost_at = last, True, last.ended
+        self.setup.take_over(last.inputs)
         # If this rank cannot join the others, the outcome and the run status show what it has trained before.
         self.reporter.train_state = last.train_state
         self.reporter.update(loss=last.train_state.loss)
@@ -180,7 +182,7 @@ class ElasticTrainer(Trainer):
             return end
 
         self.attempt.before_end = complete
-        return LastTerm(copy, kept, writer, self.reporter.train_state, self._stopped_at)
+        return LastTerm(copy, kept, self.setup.inputs, writer, self.reporter.train_state, self._stopped_at)
 
     def _set_up(self) -> None:
         attempt, log = self.attempt, self.log  # a thread keeps the function, and must not keep this trainer
