@@ -90,9 +90,9 @@ class Lab:
         return self.podman("exec", self.host(number), "sh", "-c", command)
 
     def run_dir(self, number: int) -> Path:
-        """The run directory on a host, as a path on this machine. Raises SystemExit if the host is off.
+        """The run directory on host `number`, as a path on this machine. Raises SystemExit if it is off.
 
-        To read it so takes no CPU time of the host, as a command on the host would.
+        To read this path takes no CPU time of the host; a command that runs on the host does.
         """
         process = self.processes.get(number, 0)
         if not Path(f"/proc/{process}/root/sbin").exists():
@@ -386,7 +386,10 @@ HEAD = (
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The table of the documentation: a row for each event, with elastic=true and with elastic=false."""
+    """The table of a record, as Markdown: a row for each event, with the figures of elastic=true.
+
+    content: the record. If it also has runs with elastic=false, each row has their figures too.
+    """
     restarts = {row["event"]: row for row in content.get("restart", [])}
     rows = []
     for row in content.get("elastic", []):

@@ -16,11 +16,11 @@ MOST_MEMORY = 4.5e9
 
 @dataclass(frozen=True)
 class Target:
-    """The targets of a benchmark case; None for no target.
+    """A benchmark case and its targets; None for no target.
 
-    ratio: the least ratio of its tokens per second to those of the single-host baseline. bound: the least
-    share of the upper bound of this ratio (see trainer.bench.report) that is reached. payload: the most MB
-    that a rank sends in a step.
+    group, case: names of the group of cases and of the case. ratio: the least ratio of its tokens per second
+    to those of the single-host baseline. bound: the least quotient of this ratio and its upper bound (see
+    trainer.bench.report). payload: the most MB that a rank sends in a step.
     """
 
     group: str

@@ -165,8 +165,9 @@ def rows_of(node: ast.AST, names: Mapping[str, Any]) -> list[list[ast.expr]]:
     """The rows of a table in the source code, each as a list of expressions.
 
     A table is a dict, whose rows are [key, value, ...], or a tuple of tuples, whose rows are the elements of
-    the inner tuples. node: the table, its name, NAME[...], TABLE.get(...) or TABLE.items(). names: has the
-    rows of each table under the key "table NAME".
+    the inner tuples. node: the table, its name NAME, NAME[...], NAME.get(...) or NAME.items(), each of which
+    gives all rows of the table; anything else gives []. names: has the rows of each table under the key
+    "table NAME".
     """
     if isinstance(node, ast.Name):
         return names.get(f"table {node.id}", [])

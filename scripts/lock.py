@@ -66,9 +66,10 @@ def compile_hashes(requirements: str, *options: str, **environment: str) -> str:
 
 
 def torch_hashes(version: str, index: str, python: str, machine: str) -> list[str]:
-    """The sha256 of each wheel of torch's CPU build for one Python and machine; [] if there is none.
+    """The sha256 of the wheels of torch's CPU build; [] if none fits this Python and machine, or uv fails.
 
-    index: a folder with wheels, or the URL of an index.
+    index: a folder with wheels, of which only those for this Python and machine count, or the URL of an
+    index, of which uv lists all. python: such as "3.12". machine: such as "x86_64".
     """
     if Path(index).is_dir():
         name = f"torch-{version}+cpu-cp{python.replace('.', '')}-*_{machine}.whl"

@@ -525,9 +525,9 @@ class RunFile:
 
 
 def parse_shares(value: Any) -> tuple[int, ...] | str:
-    """Parse rows per rank: "3,2" or [3, 2] -> (3, 2); "equal" or "" -> (); "auto" -> "auto".
+    """Parse rows per rank: "3,2" or [3, 2] -> (3, 2); "equal", "" or [] -> (); "auto" -> "auto".
 
-    Raises ConfigError for any other value.
+    Raises ConfigError if a part is not a whole number. RunFile refuses numbers below 1.
     """
     if value == BY_SPEED:
         return BY_SPEED
@@ -538,5 +538,5 @@ def parse_shares(value: Any) -> tuple[int, ...] | str:
         return tuple(int(str(part)) for part in parts if str(part).strip())
     except (TypeError, ValueError):
         raise ConfigError(
-            f"shares is {value!r}: it takes equal, auto, or rows by rank such as 3,2."
+            f"shares is {value!r}: it takes equal, auto, or rows per rank such as 3,2."
         ) from None

@@ -42,8 +42,9 @@ def cache_folder(path: str) -> str:
         raise AnsibleFilterError(str(error)) from None
     if not lasts:
         Display().warning(
-            f"The cache is {folder}: there is no home or checkout that this user can write. "
-            "Set XDG_CACHE_HOME to a folder that lasts."
+            f"The cache is {folder}, a temporary folder, because this user cannot write to the usual one. "
+            "Make the checkout writable; with an installed collection, set XDG_CACHE_HOME to a folder that "
+            "lasts."
         )
     return folder
 

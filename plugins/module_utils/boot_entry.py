@@ -117,8 +117,9 @@ def script(name: str, start: Sequence[str], condition: Sequence[str], user: str,
     """The text of the shell script in a boot entry.
 
     name: the name of the transient unit. start: the systemd-run command line that starts it. condition: the
-    command whose exit status decides (see the top of this file). user: the user as whom the condition runs in
-    the scope `system`, "" for root. scope: system or user.
+    command whose exit status decides whether the unit starts and whether the boot entry is kept (see the top
+    of this file). user: the user as whom the condition runs in the scope `system`, "" for root; ignored in
+    the scope `user`. scope: system or user.
     """
     folder, units = _folders(scope)
     command = ["runuser", "-u", user, "--", *condition] if user and scope == "system" else condition

@@ -146,12 +146,13 @@ def folder_differences(folders: Sequence[Options]) -> Iterator[str]:
 def data_differences(
     path: str, user: str, mode: str, manifest_sha256: str, remember: bool, core_sha256: str = ""
 ) -> Iterator[str]:
-    """Phrases about a data directory: its owner, and files that differ from the controller's manifest.
+    """Phrases about a data directory: its owner and mode, and files that differ from the controller's.
 
     path: the path of the directory. user, mode: the owner and the mode that the directory has to have, the
     mode as text such as "0750". manifest_sha256: sha256 of the controller's manifest. remember: whether each
     computed sha256 is stored beside the data. core_sha256: sha256 of the controller's CORE bundle, as
-    `folder_digest` computes it; "" if the controller has none.
+    `folder_digest` computes it; "" if the controller has none. Raises ValueError if the directory is a link
+    or its manifest is invalid.
     """
     if not os.path.isdir(path) or own(Path(path), user, user, int(mode, 8), True)["changed"]:
         yield f"{path} is missing, or something in it has another owner or mode"

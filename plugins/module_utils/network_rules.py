@@ -191,7 +191,7 @@ def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]
 
 
 def filter_findings(host: str, answer: str) -> list[Finding]:
-    """A warning if systemd does not restrict the units on `host` to the addresses of the fleet.
+    """A warning, unless systemd is known to restrict the units on `host` to the addresses of the fleet.
 
     answer: the result of a test: closed (systemd restricts them), open (systemd does not restrict them), user
     (the units belong to a user's systemd, which cannot restrict them), anything else if the test failed.

@@ -143,10 +143,11 @@ def reset_command(host: str, outside: bool = False) -> str:
 
 
 def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """How a person reaches a host by SSH as Ansible does: {"host", "ssh", "options", "target"}.
+    """The SSH command with which a person reaches a host as Ansible does, and its parts.
 
-    host: the name of the host. ssh: the whole command. options: its options -p and ansible_ssh_common_args.
-    target: USER@ADDRESS. variables: of the host.
+    host: the name of the host. variables: of this host. Keys of the result: host: the argument `host`. ssh:
+    the whole command. options: -p and ansible_ssh_common_args, each after a space; "" for none. target:
+    USER@ADDRESS, or ADDRESS if the inventory names no user.
     """
     address = str(variables.get("ansible_host") or host)
     user = variables.get("ansible_user") or variables.get("ansible_ssh_user")

@@ -61,7 +61,8 @@ def cache_folder(path: str) -> tuple[str, bool]:
     status = temporary.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(
-            f"{folder} cannot be written, and {temporary} belongs to someone else. Set XDG_CACHE_HOME."
+            f"{folder} cannot be written, and {temporary} belongs to someone else. Make the checkout "
+            "writable; with an installed collection, set XDG_CACHE_HOME to a folder that you can write."
         )
     return str(temporary), False
 

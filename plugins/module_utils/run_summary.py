@@ -81,8 +81,8 @@ def coordinator(states: Mapping[str, State], hosts: Sequence[str] = ()) -> str:
 
     It is the host with the newest run status of rank 0, because the hosts of an elastic run may have elected
     another coordinator. If no host has one, it is the first of `hosts`, else the first host of the run file.
-    states: {host: result of run_state}. hosts: the hosts of the run in rank order, if they are known; no
-    other host then counts.
+    states: {host: result of run_state}. hosts: the hosts of the run in rank order; if it is empty, those of
+    the run file. No other host counts, unless neither is known.
     """
     found = answered(states)
     published = [

@@ -69,13 +69,13 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
             yield finding(
                 "NF302",
                 host,
-                f"This host has {name} {version}, but most hosts have {usual}. All need the same version.",
+                f"This host has {name} {version}, and other hosts have {usual}. All need the same version.",
                 SETUP,
             )
     trainers = {host: each["project"] for host, each in environments.items() if each.get("project")}
     for host, digest, usual in unlike_most(trainers):
         problem = (
-            f"The training program on this host (digest {digest[:12]}) differs from that on most hosts "
+            f"The training program on this host (digest {digest[:12]}) differs from that on other hosts "
             f"(digest {usual[:12]}). All hosts need the same one."
         )
         yield finding("NF303", host, problem, SETUP)
@@ -149,9 +149,10 @@ def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
 def by_kind(installed: Mapping[str, Mapping[str, str]], field: str) -> list[dict[str, str]]:
     """The values of one field as [{host: value}]: a dict for each group of hosts that must have equal values.
 
-    installed: as for `skew`. field: a key in it, such as torch or environment. For environment, hosts with
-    the same Python, machine and build of torch are a group; for any other field all hosts are one group. The
-    build is no part of torch's version here: 2.13.0+cpu trains with 2.13.0+cu130.
+    installed: as for `skew`, {host: values}. field: a key of the values, such as torch or environment; a host
+    that lacks it gets "missing". For environment, hosts with the same Python (such as 3.11), machine and
+    build of torch are a group; for any other field all hosts are one group. The build is no part of torch's
+    version here: 2.13.0+cpu trains with 2.13.0+cu130.
     """
     kinds: dict[tuple[str, ...], dict[str, str]] = {}
     for host, facts in installed.items():

@@ -19,7 +19,7 @@ PATTERN = re.compile("[0-9a-f]{64}")
 
 
 def read_secret(path: str) -> str:
-    """The secret in the file; "" if there is none."""
+    """The secret in the file; "" if the file cannot be read or has no valid secret."""
     text = read_text(path)
     return text if PATTERN.fullmatch(text) else ""
 

@@ -16,8 +16,9 @@ STATUS = ("ufw", "status")
 
 
 def listen(p: dict[str, Any], address: str) -> dict[str, Any]:
-    """Start the listener that the peers probe. Returns {"ports", "held"}, as the module doctor_listener does.
+    """Open the ports that the peers probe, and start the listener on them if there are peers.
 
+    Returns {"ports", "held"}: the ports that were opened, and those that could not be (see `open_ports`).
     p: options of the module host_state. address: the address of this host on which it listens.
     """
     peers, asked = p["network"]["peers"], p["listener"]

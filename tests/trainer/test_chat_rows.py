@@ -103,7 +103,7 @@ def test_conversations_are_cut_to_a_row_and_left_out_without_a_target() -> None:
     counts: Counter[str] = Counter()
     rows = list(chat_rows(texts, byte_tokenizer(), 30, counts))
     assert len(rows) == 1
-    assert dict(counts) == {"conversations": 1, "cut": 2, "left_out": 1, "targets": 16, "padding": 0}
+    assert dict(counts) == {"conversations": 1, "cut": 1, "left_out": 1, "targets": 16, "padding": 0}
 
 
 def test_a_data_directory_has_weights_and_a_validation_split(tmp_path: Path, tokenizer_dir: Path) -> None:

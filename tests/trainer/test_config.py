@@ -188,7 +188,7 @@ def test_shares_are_checked_against_the_step() -> None:
             make_plan(RunConfig(), 32768, 2, shares=shares)
     assert parse_shares("3, 2") == (3, 2)
     assert parse_shares("") == parse_shares([]) == ()
-    with pytest.raises(ConfigError, match="rows by rank such as 3,2"):
+    with pytest.raises(ConfigError, match="rows per rank such as 3,2"):
         parse_shares("3;2")
     with pytest.raises(ConfigError, match="each rank takes 1 row of a step or more"):
         RunFile("run", RunConfig(), shares=(4, 0))

@@ -119,11 +119,11 @@ def test_a_damaged_file_is_named(file: str, old: str, new: str, said: str, tmp_p
 
 def test_a_missing_bundle_is_refused_with_what_to_type(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none").startswith(
-        "There is no CORE bundle core. Download one with --core-url nanochat"
+        "There is no CORE bundle core. Download a bundle to a new folder"
     )
     folder = written(tmp_path)
     (folder / "eval_meta_data.csv").unlink()
-    assert "The CORE bundle core lacks eval_meta_data.csv. Download" in refusal(folder)
+    assert "The CORE bundle core lacks eval_meta_data.csv. Copy the bundle again" in refusal(folder)
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:

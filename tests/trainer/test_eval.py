@@ -218,7 +218,7 @@ def test_results_of_another_bundle_or_limit_are_not_mixed(
         (["--bpb"], "--bpb needs --data-dir"),
         (["--core-max-per-task", "-1"], "take whole numbers from 0"),
         (["--core-url", "http://a/b.zip"], "--core-url needs --core"),
-        (["--core", "/nowhere"], "There is no CORE bundle /nowhere. Download one with --core-url"),
+        (["--core", "/nowhere"], "There is no CORE bundle /nowhere. Download a bundle to a new folder"),
         (["--core", "x", "--core-url", "http://a", "--core-sha256", "ab"], "takes 64 hex digits"),
         (
             ["--core", "x", "--core-url", "ftp://a/b.zip"],
@@ -280,4 +280,4 @@ def test_questions_are_answered(checkpoint: Path, tmp_path: Path, capfd: pytest.
     assert "ChatCORE 0.0000: the mean of these" in capfd.readouterr().out
     twice = ["--chat-task", letters, "--chat-task", tmp_path / "more" / "letters.jsonl"]
     said = refusal(capfd, checkpoint, *twice)
-    assert "--chat-task has files of one name" in said
+    assert "--chat-task has files with the same name (without its ending):" in said

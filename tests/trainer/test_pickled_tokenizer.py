@@ -205,7 +205,7 @@ def test_the_least_tokenizer_is_taken_in(tmp_path: Path) -> None:
         ({"special_tokens": {"<|bos|>": 0}}, "do not follow"),
         ({"special_tokens": {"<|endoftext|>": 256}}, "has no <|bos|>"),
         ({"special_tokens": {}}, "has no <|bos|>"),
-        ({"extra": 1}, "not exactly name, pat_str"),
+        ({"extra": 1}, "exactly the fields name, pat_str"),
     ],
 )
 def test_fields_of_another_kind_end_in_a_sentence(change: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -213,8 +213,8 @@ def test_fields_of_another_kind_end_in_a_sentence(change: dict[str, Any], said: 
 
 
 def test_other_things_end_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "only names tiktoken's encoding 'cl100k_base'" in refusal(tmp_path, stated("cl100k_base"))
-    assert "not exactly name, pat_str" in refusal(tmp_path, b"\x80\x04" + ENCODING + b")\x81.")
+    assert "only the name of tiktoken's encoding 'cl100k_base'" in refusal(tmp_path, stated("cl100k_base"))
+    assert "exactly the fields name, pat_str" in refusal(tmp_path, b"\x80\x04" + ENCODING + b")\x81.")
     assert "it holds a dict" in refusal(tmp_path, pickle.dumps(GOOD, 4))
     monkeypatch.setattr(pickled_tokenizer, "LARGEST", 1000)
     path = written(tmp_path, stated(GOOD))

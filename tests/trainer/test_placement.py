@@ -333,7 +333,7 @@ def test_shares_as_text(tmp_path: Path) -> None:
     assert parse_shares("auto") == "auto"
     assert parse_shares("equal") == parse_shares("") == parse_shares([]) == ()
     assert parse_shares("3,2") == (3, 2)
-    with pytest.raises(ConfigError, match="it takes equal, auto, or rows by rank"):
+    with pytest.raises(ConfigError, match="it takes equal, auto, or rows per rank"):
         parse_shares("some")
     run_file = RunFile("run", RunConfig(), shares="auto")
     path = tmp_path / "run.json"

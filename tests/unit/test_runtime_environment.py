@@ -202,8 +202,8 @@ def test_the_odd_host_is_named() -> None:
         ("d", "NF302"),
         ("d", "NF303"),
     ]
-    assert "torch 1.9, but most hosts have 2.0" in found[1]["problem"]
-    assert "(digest qqqqqqqqqqqq) differs from that on most hosts (digest pppp" in found[2]["problem"]
+    assert "torch 1.9, and other hosts have 2.0" in found[1]["problem"]
+    assert "(digest qqqqqqqqqqqq) differs from that on other hosts (digest pppp" in found[2]["problem"]
 
 
 def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() -> None:

@@ -93,11 +93,11 @@ def check_sampling(sampling: Sampling) -> None:
     if not (temperature == 0 or COLDEST <= temperature < 1000):
         raise ConfigError(f"The temperature is {temperature:g}: it takes 0, or {COLDEST:g} to 1000.")
     if sampling.top_k < 0:
-        raise ConfigError(f"top-k is {sampling.top_k}: it takes 0, or a number of tokens.")
+        raise ConfigError(f"--top-k is {sampling.top_k}: it takes 0 (all tokens) or a number of tokens.")
     if sampling.max_tokens < 1:
         raise ConfigError(f"--max-tokens is {sampling.max_tokens}: it must be at least 1.")
     if sampling.seed is not None and not 0 <= sampling.seed < 2**63:
-        raise ConfigError(f"The seed is {sampling.seed}: it takes a whole number from 0, below 2^63.")
+        raise ConfigError(f"--seed is {sampling.seed}: it takes a whole number from 0, below 2^63.")
 
 
 def run_chat(args: argparse.Namespace) -> int:

@@ -127,6 +127,8 @@ def split_weight(text: str) -> tuple[Path, float]:
 def _print(args: argparse.Namespace, done: Prepared, info: RowsInfo | None) -> None:
     if done.reused == "all":
         print(f"conversations: nothing has changed, {args.out} is used as it is")
+    from trainer.data.conversations import MAX_TOKENS  # imports numpy
+
     bad = sum(done.skipped.values())
     print(
         f"conversations: {done.documents:,} of them in {done.shards} shards, the last one for validation"
@@ -139,5 +141,5 @@ def _print(args: argparse.Namespace, done: Prepared, info: RowsInfo | None) -> N
             f"conversations: {split}: {rows:,} rows, {counts['targets'] / tokens:.0%} of their tokens are "
             f"trained on, {counts['padding'] / tokens:.0%} are padding; {counts['conversations']:,} "
             f"conversations, {counts['cut']:,} of them cut, {counts['left_out']:,} left out because nothing "
-            f"of the assistant fits into {args.sequence_len + 1:,} tokens"
+            f"of the assistant is in their first {min(MAX_TOKENS, args.sequence_len + 1):,} tokens"
         )

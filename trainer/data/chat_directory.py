@@ -34,8 +34,8 @@ ORDER, VALIDATION = 0, 1  # what a permutation is for
 class Source:
     """A file or folder of conversations to train on.
 
-    path: the path of the file or folder. weight: how many times an epoch contains each conversation of
-    `path`. 2: each conversation twice; 0.5: a random half of the conversations, which the seed selects.
+    path: the path of the file or folder. weight: how many times an epoch contains each conversation of `path`
+    that is not used for validation. 2: twice; 0.5: a random half of them, which the seed selects.
     """
 
     path: Path

@@ -34,20 +34,20 @@ def encode(
 ) -> Iterator[NDArray[np.uint32]]:
     """Yield the token ids of each conversation, cut to `max_tokens`; trained tokens have the bit TRAINED.
 
-    texts: conversations, each a list of messages as JSON. counts: receives the counts that COUNTED lists;
-    padding stays 0. Conversations without a trained token are left out, so that each row has a target. Raises
-    DataError if the tokenizer lacks the special tokens of conversations.
+    texts: conversations, each a list of messages as JSON. counts: receives the counts that COUNTED lists, of
+    which `padding` is set to 0 here. A conversation without a trained token is left out, so that each row has
+    a target. Raises DataError if the tokenizer lacks the special tokens of conversations.
     """
     counts.update(dict.fromkeys(COUNTED, 0))
     for text in texts:
         ids, mask = render(json.loads(text), tokenizer, max_tokens + 1)
-        counts["cut"] += len(ids) > max_tokens
         tokens = np.array(ids[:max_tokens], dtype=np.uint32)
         trained = np.array(mask[:max_tokens], dtype=np.uint32)
         if not trained.any():
             counts["left_out"] += 1
             continue
         counts["conversations"] += 1
+        counts["cut"] += len(ids) > max_tokens
         counts["targets"] += int(trained.sum())
         yield tokens | trained * TRAINED
 

@@ -213,8 +213,9 @@ def build_shards(
             )
         if n_documents < 2:
             raise DataError(
-                f"Too little text: {n_bytes} bytes in one document cannot be shared between training "
-                "and validation. Give a folder with more .txt, .md or .py files."
+                f"Too little text: {n_bytes} bytes in one document cannot be divided between training and "
+                "validation. Give a folder with more .txt, .md or .py files"
+                + (f", or more than --max-bytes {max_bytes}." if max_bytes else ".")
             )
         return write_shards(spool, folder, n_bytes, shard_bytes), skipped
 

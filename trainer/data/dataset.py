@@ -43,7 +43,8 @@ class Dataset:
         if not data_dir.is_dir():
             raise DataError(
                 f"There is no data directory {data_dir}. Make it with: python -m trainer prepare "
-                f"--source FOLDER --out {data_dir}"
+                f"--source FOLDER --out {data_dir}  (of conversations: python -m trainer conversations; on a "
+                "host of a fleet: ansible-playbook setup.yml)"
             )
         info = pack(data_dir, sequence_len, threads)
         hashes = {

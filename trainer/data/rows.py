@@ -329,7 +329,8 @@ def _compare(info: RowsInfo) -> RowsInfo:
             if sha256 != getattr(info, f"{split}_sha256"):
                 raise DataError(
                     f"{path} has changed since it was packed (its sha256 differs): the file was changed, "
-                    "or the disk or the memory of this host is faulty (smartctl -a, memtest86+)."
+                    "or the disk or the memory of this host is faulty. If it happens again, test them "
+                    "(smartctl -a, memtest86+)."
                 )
     return replace(info, sums=sums)
 

@@ -69,8 +69,8 @@ def find_files(
     """Find all regular files under `sources`; returns (files, number of skipped files by reason).
 
     The files are in a fixed order, each once. Hidden files, symlinks and __pycache__ are ignored. leave_out:
-    the folder to which the shards are written; it is ignored too. Raises DataError if a source does not
-    exist, cannot be read or is in `leave_out`.
+    the folder to which the shards are written, resolved; it is ignored too. Raises DataError if a source does
+    not exist, is a folder that cannot be read, or is in `leave_out`.
     """
     found: list[SourceFile] = []
     skipped: Counter[str] = Counter()

@@ -76,8 +76,8 @@ class Collectives:
     owner_speeds: relative speed of each rank, by which matrices are assigned to owner ranks; empty: equal.
     bytes_sent: the number of bytes that this rank has sent so far.
     is_waiting: whether the main thread waits in a collective.
-    interruption: function that returns why waits for other ranks must end, or "" if they need not; None: a
-        wait ends only with its collective.
+    interruption: function that returns the reason to stop waiting for other ranks, or "" if there is none;
+        None: a wait ends only with its collective.
     """
 
     def __init__(self, env: RankEnv, peers: list[Peer]) -> None:

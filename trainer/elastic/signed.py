@@ -40,15 +40,14 @@ def read_secret() -> bytes:
     path = os.environ.get(VARIABLE, "")
     if not path:
         return b""
+    problem = f"it does not have {2 * SECRET_BYTES} hexadecimal digits"
     try:
         secret = bytes.fromhex(Path(path).read_text(encoding="ascii"))
-        problem = (
-            "" if len(secret) == SECRET_BYTES else f"it does not have {2 * SECRET_BYTES} hexadecimal digits"
-        )
+        problem = "" if len(secret) == SECRET_BYTES else problem
     except OSError as error:
         problem = error.strerror or str(error)
     except ValueError:
-        problem = f"it does not have {2 * SECRET_BYTES} hexadecimal digits"
+        pass
     if problem:
         raise ConfigError(
             f"The secret of the fleet, {path}, cannot be used: {problem}. Write it again: "
@@ -125,7 +124,7 @@ class SignedKeys:
             if time.monotonic() - began > seconds:
                 raise Retryable(
                     "The rendezvous store answers, but the coordinator has not written its first message "
-                    f"to it within {seconds:.0f} s. Its rank has ended, or it has another release of "
+                    f"to it within {seconds:.0f} s. Its rank hangs, or it has another version of "
                     "nanofleet. To see the state of the ranks: ansible-playbook status.yml"
                 )
             time.sleep(POLL_SECONDS)

@@ -128,7 +128,7 @@ class StoppedEvaluationError(Exception):
 
 
 def ignore(*_: Any) -> None:
-    """A callback that does nothing: the default of `evaluate_core`."""
+    """A callback that does nothing: the default of `on_block` and `on_task` of `evaluate_core`."""
 
 
 @torch.no_grad()

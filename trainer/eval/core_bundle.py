@@ -34,7 +34,8 @@ OPTIONS = {CHOICE: "choices", SCHEMA: "context_options"}
 DELIMITER = " "
 SHUFFLE_SEED = 1337  # nanochat's, so that a limit selects the same items
 HOW_TO_GET = (
-    "Download one with --core-url nanochat --core DIR of python -m trainer eval (docs/how-to/evaluate.md)"
+    "Download a bundle to a new folder DIR: python -m trainer eval --checkpoint CHECKPOINT --core DIR "
+    "--core-url nanochat (docs/how-to/evaluate.md)"
 )
 
 Item = Mapping[str, Any]
@@ -111,7 +112,8 @@ def read_bundle(folder: Path) -> Bundle:
             raw = path.read_bytes()
         except FileNotFoundError:
             raise DataError(
-                f"The CORE bundle {folder} lacks {path.relative_to(folder)}. {HOW_TO_GET}."
+                f"The CORE bundle {folder} lacks {path.relative_to(folder)}. Copy the bundle again, or: "
+                f"{HOW_TO_GET}."
             ) from None
         except OSError as error:
             raise DataError(f"Cannot read {path}: {error.strerror}.") from None

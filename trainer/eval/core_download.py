@@ -101,7 +101,10 @@ def _unpack(archive: Path, folder: Path) -> None:
         sync_folder(folder.parent)
     # Damaged, compressed data that are damaged, cut off; encrypted or compressed in an unknown way.
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        raise DataError(f"{archive} cannot be unpacked ({error}). Remove it and download it again.") from None
+        raise DataError(
+            f"{archive} cannot be unpacked ({error}). Repeat the command, which downloads the file again. If "
+            f"this message appears again, the file cannot be used. {ADVICE}"
+        ) from None
     except OSError as error:
         raise DataError(f"{archive} cannot be unpacked to {folder}: {error.strerror or error}.") from None
     finally:

@@ -46,7 +46,10 @@ def parts_of(args: argparse.Namespace) -> Parts:
         raise ConfigError("--core-sha256 takes 64 hex digits.")
     names = [path.stem for path in args.chat_task]
     if len(set(names)) < len(names):
-        raise ConfigError(f"--chat-task has files of one name: {', '.join(names)}. Rename one of them.")
+        twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
+        raise ConfigError(
+            f"--chat-task has files with the same name (without its ending): {twice}. Rename all but one."
+        )
     if args.chat_samples < 1 or args.chat_max_tokens < 1:
         raise ConfigError("--chat-samples and --chat-max-tokens take whole numbers from 1.")
     if args.bpb or args.core or args.sample or args.chat_task:

@@ -156,7 +156,7 @@ class Numerics:
         }
 
     def saved(self) -> dict[str, Any]:
-        """Values for a checkpoint, from which `restore_numerics` restores formats and threads.
+        """Values for a checkpoint, from which `restore_numerics` restores the compute format and threads.
 
         Keys: device (cpu or cuda), compute_dtype (such as "float32"), threads, and the keys of
         `Binding.saved`.
@@ -175,7 +175,7 @@ class Options:
 
     cpu: device, number formats and threads on the CPU; also there if `refusals` has "cpu".
     cuda: the same on the GPU of this local rank; None if the host has no GPU for this rank.
-    gpus: number of GPUs of the host.
+    gpus: number of GPUs of the host that torch can use; 0 if the setting device is cpu.
     refusals: {"cpu" or "cuda": a sentence, why that device cannot be used}.
     """
 
@@ -187,8 +187,8 @@ class Options:
     def shown(self) -> dict[str, str]:
         """Texts that describe these options to the other ranks. The keys may differ between ranks.
 
-        Keys: cpu and cuda (one line about the arithmetic on that device; cuda only with a GPU), gpus (the
-        number of GPUs), and "cpu refused" or "cuda refused" (a sentence, why that device cannot be used).
+        Keys: cpu and cuda (one line about the arithmetic on that device; cuda only with a GPU), gpus (as
+        the field `gpus`), and "cpu refused" or "cuda refused" (a sentence, why that device cannot be used).
         """
         shown = {"cpu": self.cpu.describe(), "gpus": str(self.gpus)}
         if self.cuda:
@@ -209,7 +209,7 @@ class Options:
 
 
 def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_size: int) -> Options:
-    """Set threads, denormals and memory of this process; returns what this process can compute on.
+    """Set threads, denormals and memory of this process; returns the devices and formats that it can use.
 
     device, dtype, threads: the settings of these names. local_rank: of this process. local_world_size: the
     number of ranks on this host. Call this before any other use of torch. Denormals become 0: AdamW's moments

@@ -99,7 +99,10 @@ def find_tokenizer(path: Path) -> Path:
 
 def _whole(pair: Pair) -> Pair:
     if not pair.meta.is_file():
-        raise ConfigError(f"{pair.model} has no {pair.meta.name} beside it, which describes the model.")
+        raise ConfigError(
+            f"{pair.model} has no {pair.meta.name} beside it, which describes the model: copy that file to "
+            "the same folder."
+        )
     return pair
 
 

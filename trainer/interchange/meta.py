@@ -45,7 +45,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from None
     if not isinstance(meta, dict) or not isinstance(meta.get("model_config"), dict):
-        raise ConfigError(f"{path} is not a meta file of nanochat: it has no model_config.")
+        raise ConfigError(
+            f"{path} is not a meta file of nanochat: it has no model_config. Copy nanochat's meta file again."
+        )
     return meta
 
 
@@ -152,8 +154,8 @@ def _aspect_ratio(model: GPTConfig, asked: Any) -> int:
         if shape.n_embd == model.n_embd:
             return ratio
     raise ConfigError(
-        f"No aspect_ratio gives {model.n_layer} layers with heads of {model.head_dim} the width "
-        f"{model.n_embd}: a run cannot train this model."
+        f"The model has {model.n_layer} layers, heads of the width {model.head_dim} and the width "
+        f"{model.n_embd}. No value of the setting aspect_ratio gives this width, so a run cannot train it."
     )
 
 

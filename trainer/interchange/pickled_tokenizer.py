@@ -83,7 +83,10 @@ def read(path: Path) -> Tokenizer:
     try:
         return _tokenizer(_fields(data))
     except DataError as error:
-        raise DataError(f"{path} is not a tokenizer of nanochat that can be imported: {error}.") from None
+        raise DataError(
+            f"{path} is not a tokenizer of nanochat that can be imported: {error}. Give the tokenizer.pkl "
+            "that nanochat's tokenizer training wrote."
+        ) from None
 
 
 def pickled(tokenizer: Tokenizer) -> bytes:
@@ -111,9 +114,9 @@ def _fields(data: bytes) -> dict[str, Any]:
         raise DataError(f"it holds a {type(encoding).__name__}, not an encoding of tiktoken's")
     fields = encoding.fields
     if isinstance(fields, str):
-        raise DataError(f"it only names tiktoken's encoding {fields!r} and does not hold one")
+        raise DataError(f"it has only the name of tiktoken's encoding {fields!r}, without its tokens")
     if not isinstance(fields, dict) or fields.keys() != FIELDS.keys():
-        raise DataError(f"the fields of its encoding are not exactly {', '.join(FIELDS)}")
+        raise DataError(f"its encoding must have exactly the fields {', '.join(FIELDS)}")
     for name, kind in FIELDS.items():
         if type(fields[name]) is not kind:
             raise DataError(f"its {name} is a {type(fields[name]).__name__}, not a {kind.__name__}")

@@ -36,8 +36,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
             raise
         reason = str(error).partition(". ")[0].splitlines() or ["it ends too early"]
         raise ConfigError(
-            f"{path} cannot be loaded ({type(error).__name__}: {reason[0]}). It is damaged, or no model file "
-            "of nanochat: copy it again."
+            f"{path} cannot be loaded ({type(error).__name__}: {reason[0]}). It is damaged, or no model "
+            "file of nanochat: copy the file from nanochat again."
         ) from None
     if not isinstance(weights, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
@@ -55,7 +55,8 @@ def check_fits(weights: Mapping[str, Tensor], config: GPTConfig, path: Path) -> 
     """
     if config.n_layer > len(weights):
         raise ConfigError(
-            f"{path} holds {len(weights)} tensors, too few for a model of {config.n_layer} layers."
+            f"{path} holds {len(weights)} tensors, too few for a model of {config.n_layer} layers, which its "
+            "meta file names. Copy both files from nanochat again."
         )
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in GPT(config).state_dict().items()}
@@ -89,7 +90,11 @@ def to_float32(weights: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Ten
     changed = {name: tensor.dtype for name, tensor in weights.items() if tensor.dtype != torch.float32}
     for name, dtype in changed.items():
         if dtype not in (*EXACT, torch.float64):
-            raise ConfigError(f"{path} holds {name} as {dtype}, which is no format to train in.")
+            found = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{path} holds {name} as {found}. Weights must be float16, bfloat16, float32 or float64: "
+                "give the checkpoint that nanochat's training wrote."
+            )
     if not changed:
         return dict(weights), ""
     kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in changed.values()}))

@@ -70,7 +70,11 @@ def read_key(path: Path | None) -> str:
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The API key file {path} cannot be read: {error}.") from None
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(
+            f"The API key file {path} cannot be read: {reason}. Check its path and permissions, or leave "
+            "--api-key-file out."
+        ) from None
     if not key:
         raise ConfigError(
             f"The API key file {path} is empty. Write a key to it, or leave --api-key-file out."

@@ -140,7 +140,7 @@ class Local(SyncMode):
 
     @property
     def completed_steps(self) -> int:
-        """The number of steps that this rank has completed."""
+        """The number of completed steps of the run, with those before this rank joined."""
         return self._step
 
     def is_idle(self) -> bool:

@@ -86,9 +86,10 @@ class Sender:
         self._system = NewLines(self.run_dir / files.SYSTEM)
 
     def open(self, running: bool) -> MlflowRun:
-        """Find or create the run on the server. running: whether to set its status to RUNNING.
+        """The run on the server. If its id is not known yet, the run is found there or created.
 
-        Raises RunLostError if the server has lost the run.
+        running: whether to set its status to RUNNING. Raises RunLostError if the id is known and the server
+        no longer has the run.
         """
         if self._run is None:
             run = MlflowRun(self.uri, self.facts, self.cursor.mlflow_run, self._patience)
