@@ -145,6 +145,8 @@ def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
         then = "The setting launch_inhibit_sleep=false allows that during a run."
     elif facts.get("becomes"):
         then = "A run keeps it awake while it trains, but not while it waits to restart after a failure."
+        if by_lid:
+            then += " An elastic run continues without it when the lid is closed."
     keys = ["HandleLidSwitch", "HandleLidSwitchExternalPower"] if by_lid else []
     keys += ["IdleAction"] if by_idling else []
     lines = "".join(f"{key}=ignore\\n" for key in keys)

@@ -178,7 +178,7 @@ def test_no_value_is_more_than_a_word_of_a_unit_s_property(value: str) -> None:
     assert words[:7] == [script, "again", value, "-m", "trainer", "again", "--run-dir"]
     assert words[7:9] == [f"/{value}/runs/{value}", "--wait"]
     words = shlex.split(rendered("launch", "__launch_awake", **given).replace("$$", "$"))
-    assert words == [f"+-{script}", "awake", value]
+    assert words == [f"+-{script}", "awake", value, "sleep:idle:handle-lid-switch"]
 
 
 UNIT = {

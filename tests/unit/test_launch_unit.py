@@ -187,6 +187,18 @@ def test_ranks_of_an_elastic_run_get_the_path_of_the_secret(elastic: bool) -> No
     assert ("NANOFLEET_RANKS" in given) == elastic
 
 
+@pytest.mark.parametrize(("elastic", "failover"), [(False, False), (True, False), (True, True)])
+def test_a_closed_lid_puts_a_host_to_sleep_without_which_the_run_continues(
+    elastic: bool, failover: bool
+) -> None:
+    plan = {"run_id": "a", "elastic": elastic, "failover": failover, "file": {"hosts": ["tower", "laptop"]}}
+    for rank, leaves in ((0, failover), (1, elastic)):
+        given = {**PLACE, "launch_plan": plan, "launch_rank": rank}
+        kinds = rendered("__launch_awake", **given).split()[-1]
+        assert ("handle-lid-switch" in kinds) != leaves
+        assert kinds.startswith("sleep:idle")
+
+
 def test_a_host_that_is_added_gets_a_rank_after_those_of_the_run_and_their_addresses() -> None:
     file = {"hosts": ["tower", "attic"], "added_hosts": ["cellar", "laptop"]}
     given = {

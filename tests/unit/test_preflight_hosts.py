@@ -189,7 +189,8 @@ def test_warnings_follow_what_stops() -> None:
         "               Fix: remove laptop from the inventory",
         "NF121  laptop  This host goes to sleep when its lid is closed. A run keeps it awake while it "
         "trains, "
-        "but not while it waits to restart after a failure.",
+        "but not while it waits to restart after a failure. An elastic run continues without it when the "
+        "lid is closed.",
     ]
     assert findings.refusals(found) == found[:1]
     assert findings.table(found[1:]).startswith("1 warning; nothing stops for it.\n")

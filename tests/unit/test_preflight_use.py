@@ -31,7 +31,8 @@ def test_a_lid_that_puts_it_to_sleep() -> None:
     assert found["severity"] == "warning"
     assert found["problem"] == (
         "This host goes to sleep when its lid is closed. A run keeps it awake while it trains, "
-        "but not while it waits to restart after a failure."
+        "but not while it waits to restart after a failure. An elastic run continues without it when the lid "
+        "is closed."
     )
     assert found["remedy"].startswith("printf '[Login]\\nHandleLidSwitch=ignore\\n")
     assert "IdleAction" not in found["remedy"]
