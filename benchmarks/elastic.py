@@ -377,6 +377,7 @@ def keep(
 HEAD = (
     "event",
     "next step after, s",
+    "pause of the others, s",
     "steps trained again",
     "back after, s",
     "pause when it joins, s",
@@ -397,13 +398,14 @@ def table(content: Mapping[str, Any]) -> str:
         cells = [
             row["event"],
             f"{row['next_step']:.1f}",
+            f"{row['pause']:.1f}",
             f"{row['repeated']:.0f}",
             f"{row['return']:.0f}",
             f"{row['join_pause']:.1f}",
         ]
         cells += [f"{beside['next_step']:.0f}", f"{beside['repeated']:.0f}"] if beside else ["-", "-"]
-        rows.append(cells if restarts else cells[:5])
-    return markdown_table([HEAD if restarts else HEAD[:5], *rows], aligned=False)
+        rows.append(cells if restarts else cells[:6])
+    return markdown_table([HEAD if restarts else HEAD[:6], *rows], aligned=False)
 
 
 def block(content: Mapping[str, Any]) -> str:

@@ -126,6 +126,8 @@ def test_a_worker_leaves_and_returns_in_every_way(all_three: Three, dataset: Pat
     worker.podman("unpause")
     worker.has_ranks(3)
 
+    again = f"cat {RUN_DIR}/train.log | grep -c 'trained again' || true"
+    before = three.inside(1, again)
     left = three.all.play("stop.yml", run_id=RUN_ID, leave=three.name(LAST)).stdout
     assert f"{three.name(LAST)} left the run {RUN_ID}, which continues on" in " ".join(left.split())
     worker.has_ranks(2)
@@ -146,6 +148,7 @@ def test_a_worker_leaves_and_returns_in_every_way(all_three: Three, dataset: Pat
 
     worker.podman("restart", "--time", "30")
     worker.has_ranks(3)
+    assert three.inside(1, again) == before, "no step is lost when a host leaves in order"
 
     outcome = f"cat {RUN_DIR}/outcome.json 2>/dev/null || echo '{{}}'"
     worker.wait(lambda: json.loads(three.inside(1, outcome)).get("outcome") == "finished", "the end", 600)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -26,6 +26,8 @@ RESTART_SECONDS = 4.0  # until the unit starts a process again
 LOST_SECONDS = 6.0  # until a member gives up a coordinator that does not answer
 QUORUM_SECONDS = 40.0  # until a coordinator gives up without a quorum
 FAULTS_SECONDS, CALM_SECONDS = 120.0, 90.0
+# Within this, a connected majority trains: a coordinator with a minority first waits QUORUM_SECONDS.
+PROGRESS_SECONDS = QUORUM_SECONDS + LOST_SECONDS + 14.0
 
 
 @dataclass
@@ -52,6 +54,10 @@ class World:
     off_until: dict[int, float] = field(default_factory=dict)
     steps: list[tuple[float, int, int]] = field(default_factory=list)  # time, term, coordinator
     coordinators: dict[int, int] = field(default_factory=dict)  # term -> host
+    majority: frozenset[int] = (
+        frozenset()
+    )  # hosts whose network and processes have been well since `well_since`
+    well_since: float = 0.0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -76,6 +82,38 @@ class World:
             for host, process in self.active():
                 if process.leader is not None:
                     self.train(host, process)
+            self.check_progress()
+
+    def check_progress(self) -> None:
+        """While a majority of the hosts is connected, steps are trained."""
+        if not self.is_well(self.majority):
+            self.majority, self.well_since = self.connected_majority(), self.now
+        trained = max(self.well_since, self.steps[-1][0] if self.steps else 0.0)
+        if self.majority:
+            assert self.now - trained < PROGRESS_SECONDS, f"{set(self.majority)} could train"
+
+    def is_well(self, hosts: frozenset[int]) -> bool:
+        """Whether no process of these hosts has ended and no message between them is lost."""
+        pairs = combinations(hosts, 2)
+        is_first_known = 0 in hosts or bool(self.terms)  # a run begins on its first host
+        return (
+            is_first_known
+            and len(hosts) >= self.quorum
+            and not self.loss
+            and all(self.hosts[host] for host in hosts)
+            and all(self.connected(*pair) for pair in pairs)
+        )
+
+    def connected_majority(self) -> frozenset[int]:
+        """Hosts that are connected to each other; empty if no majority of them was found."""
+        for first in range(min(self.count, 3)):
+            found: list[int] = []
+            for host in [*range(first, self.count), *range(first)]:
+                if self.hosts[host] and all(self.connected(host, other) for other in found):
+                    found.append(host)
+            if self.is_well(frozenset(found)):
+                return frozenset(found)
+        return frozenset()
 
     def active(self) -> list[tuple[int, Host]]:
         return [(host, process) for host, process in self.hosts.items() if process]
@@ -83,6 +121,7 @@ class World:
     def end(self, host: int, seconds: float = RESTART_SECONDS, is_on: bool = False) -> None:
         """End the process of a host, which starts again later. is_on: whether its host is on meanwhile."""
         self.hosts[host] = None
+        self.majority -= {host}
         if is_on:
             self.refusing.add(host)
         self.off_until[host] = max(self.off_until.get(host, 0.0), self.now + seconds)

@@ -9,13 +9,13 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import losses, train_here
-from elastic_run import CALM, STEPS, ElasticRun, check_losses
+from elastic_run import CALM, SLOW, STEPS, ElasticRun, check_losses
 
 pytestmark = pytest.mark.processes
 SLOWER = "slow 1 0.15"  # so that a rank that returns finds the run active
@@ -63,10 +63,12 @@ Begin = Callable[..., FailoverRun]
 def failover(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
     runs: list[FailoverRun] = []
 
-    def begin(world_size: int, kind: type[FailoverRun] = FailoverRun, **knobs: Any) -> FailoverRun:
+    def begin(
+        world_size: int, kind: type[FailoverRun] = FailoverRun, faults: Sequence[str] = (), **knobs: Any
+    ) -> FailoverRun:
         runs.append(kind(data_dir, tmp_path, world_size, **knobs))
         for rank in range(world_size):
-            runs[-1].start(rank)
+            runs[-1].start(rank, faults[rank] if faults else SLOW)
         return runs[-1]
 
     yield begin
@@ -122,6 +124,21 @@ def test_coordinators_that_leave_in_order_cost_no_step(failover: Begin, undistur
     for rank in (0, 1, 2):
         assert run.finish(rank)["outcome"] == "finished", run.log(rank)
         assert "trained again" not in run.log(rank)
+        run.leader = rank
+        check_losses(run, undisturbed)
+
+
+@pytest.mark.parametrize("fault", ["exit_evaluate 20 0", "exit_save 20 0"])
+def test_a_coordinator_that_is_lost_in_an_evaluation_or_a_save_is_replaced(
+    failover: Begin, undisturbed: list[float], fault: str
+) -> None:
+    run = failover(3, faults=[fault, SLOW, SLOW], eval_every=20, save_every=20, snapshot_seconds=0.2)
+    assert run.processes[0].wait(timeout=90) == 9
+    run.leader = 1
+    run.has_ranks(2)
+    for rank in (1, 2):
+        assert run.finish(rank)["outcome"] == "finished", run.log(rank)
+        assert (run.run_dir(1) / "checkpoints" / f"step_{STEPS:06}").is_dir()
         run.leader = rank
         check_losses(run, undisturbed)
 

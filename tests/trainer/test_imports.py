@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -50,23 +51,23 @@ def names_of_imports(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "the trainer imports by full names"
+            assert not node.level, "imports are by full names"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def imported_modules(modules: Modules, name: str) -> set[str]:
-    """The trainer's modules that a module imports, its own package included."""
+def imported_modules(modules: Modules, name: str, top: str = "trainer") -> set[str]:
+    """The modules of the package `top` that a module imports, its own package included."""
     found = set()
     for imported in names_of_imports(modules[name]):
-        top, _, inner = imported.partition(".")
-        if top == "trainer":
+        inner = imported.removeprefix(f"{top}.")
+        if inner != imported:
             while inner and inner not in modules:  # a class or function of the module before the dot
                 inner = inner.rpartition(".")[0]
             found.add(inner)
     return found - {name}
 
 
-def find_cycle(modules: Modules) -> list[str]:
+def find_cycle(modules: Modules, top: str = "trainer") -> list[str]:
     """The modules of an import cycle, empty without one."""
     done: set[str] = set()
 
@@ -74,7 +75,7 @@ def find_cycle(modules: Modules) -> list[str]:
         if name in path:
             return [*path[path.index(name) :], name]
         if name not in done:
-            for imported in sorted(imported_modules(modules, name)):
+            for imported in sorted(imported_modules(modules, name, top)):
                 if cycle := visit(imported, [*path, name]):
                     return cycle
             done.add(name)
@@ -139,6 +140,14 @@ def test_imports_have_no_cycle() -> None:
     assert find_cycle(TRAINER) == []
 
 
+@pytest.mark.parametrize("folder", ["fleet", "scripts", "benchmarks", "plugins"])
+def test_imports_of_the_other_packages_have_no_cycle(folder: str) -> None:
+    top = "ansible_collections.nanofleet.fleet.plugins" if folder == "plugins" else folder
+    modules = read_modules(ROOT / folder)
+    assert any(imported_modules(modules, name, top) for name in modules)
+    assert find_cycle(modules, top) == []
+
+
 def test_a_package_imports_only_what_is_below_it() -> None:
     assert upward_imports(TRAINER) == []
 
@@ -172,3 +181,16 @@ def test_the_checks_find_what_they_look_for(sources: dict[str, str], found: str)
         "path": path_edits(modules),
     }
     assert bool(results[found]) if found else not any(results.values())
+
+
+def test_nothing_unpickles_what_another_host_has_sent() -> None:
+    """Collectives of objects pickle; a file is unpickled only by torch.load with weights_only=True."""
+    for name, tree in read_modules(ROOT / "trainer").items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            called = ast.unparse(node.func)
+            assert not re.search(r"object(_list)?$", called) or called.endswith("is_object"), (name, called)
+            assert called not in ("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads"), name
+            if called == "torch.load":
+                assert "weights_only=True" in ast.unparse(node), name

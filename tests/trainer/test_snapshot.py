@@ -56,6 +56,8 @@ def test_a_copy_is_due_as_often_as_it_costs_little(
     copies._later_pause, copies.seconds = pause, seconds
     assert copies.interval(is_calm=False) == pytest.approx(interval)
     assert copies.interval(is_calm=True) == pytest.approx(calm)
+    copies._arrival = 15.0
+    assert copies.interval(is_calm=True) == pytest.approx(min(calm, 45.0)), "the next one is there after 60 s"
 
 
 def test_a_copy_gives_way_to_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,15 @@ from conftest import free_port, train_here
 from mlflow_stand_in import StandIn
 from tracked_run import FACTS, Track, end, steps, until
 
+from trainer.checkpoint.storage import TrainState
 from trainer.config import RunConfig
 from trainer.health.attempt import Attempt
+from trainer.health.run_status import RunStatus
+from trainer.host.logger import RunLogger
 from trainer.host.rank_env import RankEnv
 from trainer.tracking import tracker
 from trainer.tracking.files import Facts
+from trainer.tracking.reporter import Reporter
 from trainer.tracking.tracker import Tracker
 
 
@@ -438,6 +442,20 @@ def test_a_run_without_a_tracker_can_be_sent_later(
     assert figures <= {point[0] for point in run["points"]}
     assert run["status"] == "FINISHED"
     assert dict(run["artifacts"])["samples/step_000006.txt"].startswith(b"The ")
+
+
+def test_the_members_of_an_elastic_run_are_on_the_server(
+    server: StandIn, begin: Callable[..., Tracker], tmp_path: Path
+) -> None:
+    env = RankEnv()
+    reporter = Reporter(RunStatus(tmp_path, env, "run"), Attempt(tmp_path, env), RunLogger(env), True)
+    reporter.tracker = begin(server.uri)
+    for step, hosts in ((1, 3), (5, 2)):
+        reporter.train_state = TrainState(step=step)
+        reporter.members(hosts, 2 * hosts)
+    until(lambda: len(server.history("ranks")) == 2, "the members arrive")
+    assert server.history("hosts") == [(1, 3.0), (5, 2.0)]
+    assert server.history("ranks") == [(1, 6.0), (5, 4.0)]
 
 
 def test_an_end_does_not_keep_another_waiting(tmp_path: Path) -> None:

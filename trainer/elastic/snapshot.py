@@ -112,6 +112,7 @@ class Snapshots:
         self._started_at = time.monotonic() if len(self._holders) < 2 else -math.inf
         self._is_urgent = threading.Event()  # set while the training thread waits for the copy to arrive
         self.seconds = 0.0  # in which the newest copy arrived
+        self._arrival = 0.0  # the same with the waits, from the step of the copy on
         self.pause = 0.0  # seconds for which training paused for the newest copy
         self._later_pause = 0.0  # the same, but not of the first copy, whose memory is new
         self.megabytes = 0.0  # that the coordinator receives for it
@@ -125,14 +126,15 @@ class Snapshots:
         return time.monotonic() - self._started_at
 
     def interval(self, is_calm: bool) -> float:
-        """Seconds from one copy to the next, 2 to 60, in proportion to the time that the newest has taken.
+        """Seconds from one copy to the next, in proportion to what the newest one has cost.
 
-        The pause for the first copy does not count: new memory makes it many times longer than the next ones.
-
-        is_calm: whether no member was lost lately; the interval is then longer.
+        At least 2, and few enough that the next copy arrives when the newest is 60 s old. The pause for the
+        first copy does not count: its memory is new, so it takes many times longer. is_calm: whether no
+        member was lost lately; the interval is then longer.
         """
         cost = max(PAUSES * self._later_pause, TRANSFERS * self.seconds) * (CALM if is_calm else 1)
-        return min(LONGEST_INTERVAL, max(SHORTEST_INTERVAL, cost))
+        # The last copy counts until the next one has arrived.
+        return max(SHORTEST_INTERVAL, min(LONGEST_INTERVAL - self._arrival, cost))
 
     @property
     def is_busy(self) -> bool:
@@ -259,6 +261,7 @@ class Snapshots:
                     spare = torch.ones_like(each)  # written here, where training does not pause for it
                 self._spare[f"part {other}"] = spare
         self.seconds = time.monotonic() - began - waited
+        self._arrival = time.monotonic() - self._started_at
 
     def _await_gap(self, seconds: float) -> float:
         """Wait until the training thread computes, at most so many seconds; returns the seconds waited."""
