@@ -79,7 +79,9 @@ def plan_run(
             )
         for host, state in zip(hosts, states, strict=False):
             if state.get("run_id") == name and state.get("run_file"):
-                trainer.check_schema(state["run_file"].get("schema", 1), f"The run {name} on {host}")
+                trainer.check_schema(
+                    state["run_file"].get("schema", 1), f"The file run.json of the run {name} on {host}"
+                )
         stored = stored_run(name, states)
         before = stored or {}
         # An existing run keeps its own values for every setting that is not given.
@@ -96,6 +98,14 @@ def plan_run(
         by_rank = before.get("hosts") == own or isinstance(before.get("shares"), str)
         rows = trainer.parse_shares(shares or (before.get("shares") if by_rank else "") or "")
         ranks = 1 if chosen_from else len(own) * int(nproc_per_node)
+        step_rows = config.total_batch_size // config.sequence_len
+        is_active = any(f"nanofleet-{name}.service" in state.get("active_units", []) for state in states)
+        if config.total_batch_size and step_rows < ranks and not is_active:
+            raise RefusedError(
+                f"total_batch_size {config.total_batch_size} is {step_rows} sequence(s) of "
+                f"{config.sequence_len} tokens, too few for {ranks} ranks on {', '.join(own)}: use "
+                f"-e total_batch_size={ranks * config.sequence_len} or more, or fewer hosts or ranks a host."
+            )
         if rows and not isinstance(rows, str) and len(rows) != ranks:
             how = "sync=auto transferred the run to it" if chosen_from else "-e shares=auto finds them"
             raise RefusedError(

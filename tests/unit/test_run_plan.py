@@ -42,6 +42,14 @@ def test_bad_input_is_refused_with_a_sentence(given: dict[str, Any], run_id: str
     assert said in made["message"]
 
 
+def test_more_ranks_than_sequences_in_a_step_are_refused() -> None:
+    made = plan({"total_batch_size": 512, "sequence_len": 512}, run_id="b")
+    assert made["action"] == "refuse"
+    assert "is 1 sequence(s) of 512 tokens, too few for 2 ranks on tower, laptop" in made["message"]
+    assert "-e total_batch_size=1024 or more" in made["message"]
+    assert plan({"total_batch_size": 1024, "sequence_len": 512}, run_id="b")["action"] == "start"
+
+
 def test_an_active_run_is_left_alone() -> None:
     up = state(**stored(), active_units=["nanofleet-a.service"], heartbeats=[beat()], ended=False)
     made = plan({}, up, up)
@@ -395,7 +403,9 @@ def test_the_run_file_of_another_release_is_migrated_or_refused_by_name() -> Non
     newer = {"run_id": "local", "schema": SCHEMA + 1, "settings": []}
     refused = plan({}, state(found=True, run_id="local", run_file=newer), state(), run_id="local")
     assert refused["action"] == "refuse"
-    assert "The run local on tower was written by a newer nanofleet" in refused["message"]
+    assert (
+        "The file run.json of the run local on tower was written by a newer nanofleet" in refused["message"]
+    )
 
 
 def test_a_build_of_torch_is_no_skew_and_an_environment_is_compared_within_its_kind() -> None:

@@ -32,6 +32,19 @@ def test_status_of_a_live_run_with_a_lost_host() -> None:
         assert part in said
 
 
+def test_status_of_eight_hosts_fits_one_screen() -> None:
+    up = {**stored(), "ended": False, "unit": {"active_state": "active", "sub_state": "running"}}
+    ended = [{"outcome": "retryable", "step": 2, "time": 1.0, "reason": "Lost rank 1 (host-1)"}]
+    states = {
+        f"host-{rank}": state(**up, heartbeats=[beat(rank=rank, world_size=8)], past_attempts=ended)
+        for rank in range(8)
+    }
+    lines = status.status_screen(states, "a", "http://host-0:5000").splitlines()
+    assert sum("host-" in line and "3/20" in line for line in lines) == 8
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 120
+
+
 def test_status_shows_pace_diagnosis_attempts_and_who_is_frozen() -> None:
     now = {
         "tok_per_s_average": 1200.4,
