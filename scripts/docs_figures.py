@@ -125,7 +125,10 @@ def case_table(rows: list[dict[str, Any]]) -> str:
 
 
 def compression_table(record: dict[str, Any]) -> str:
-    """The sentence and the table of a record of benchmarks.compression."""
+    """The table of the compressions as Markdown, after a sentence on model, steps and machine.
+
+    record: the content of docs/recorded/compression.json, which benchmarks.compression writes.
+    """
     where = f"{record['machine']}, `{record['command']}`, commit `{record['commit']}`, {record['date']}"
     head = (
         "ranks",

@@ -273,10 +273,10 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def shown_expression(found: re.Match[str]) -> str:
-    """The text that the page shows instead of a Jinja expression: its literals, and <NAME> for a variable.
+    """The text that the page shows for a Jinja expression: its literals, and `shown_name` of variables.
 
     found: a match of EXPRESSION_IN_YAML. For a statement of Jinja the text is "". Of `A if B else C` only A
-    is shown; filters are left out.
+    is shown. What follows the first filter is left out. A part with neither is shown as "...".
     """
     if not found[1]:
         return ""

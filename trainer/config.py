@@ -383,8 +383,8 @@ def check_schema(schema: Any, what: str) -> None:
     """Raise ConfigError unless `schema` is an integer from 1 to SCHEMA. what: the file, for the message."""
     if type(schema) is not int or schema < 1:
         raise ConfigError(
-            f"{what} has the schema {schema!r}, not a number from 1. It is damaged or was not written by "
-            "nanofleet: restore it, or remove it and start again."
+            f"{what} has {schema!r} as its schema (format version), which must be a whole number from 1. The "
+            "file is damaged or was not written by nanofleet: restore it, or remove it and start again."
         )
     if schema > SCHEMA:
         raise NewerSchemaError(

@@ -1,4 +1,4 @@
-"""The base of actions that decide on the controller: they need no connection and change nothing."""
+"""The base class of action plugins that run on the controller only, without a connection to a host."""
 
 from __future__ import annotations
 

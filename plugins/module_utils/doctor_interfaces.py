@@ -59,9 +59,9 @@ def ports_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def is_behind_windows(measured: Measured, host: str) -> bool:
-    """Whether a host runs in WSL2 with NAT networking, and no peer can connect to all its probed ports.
+    """Whether a host runs in WSL2 with NAT networking, and no peer reaches all ports that it probed there.
 
-    The result is False if no peer was to probe the host. measured: host -> its measurements (see
+    The result is False if no peer has probed the host. measured: host -> its measurements (see
     doctor_measured).
     """
     views = [of_peer["paths"][host] for of_peer in measured.values() if host in of_peer["paths"]]

@@ -84,7 +84,10 @@ def test_run_file_round_trip_and_damage(tmp_path: Path) -> None:
     for text, said in [
         ("{", "is not JSON"),
         ("[]", "holds no settings"),
-        ('{"run_id": "x", "config": {}}', "has the schema None, not a number from 1"),
+        (
+            '{"run_id": "x", "config": {}}',
+            "has None as its schema (format version), which must be a whole number",
+        ),
         ('{"schema": 1, "run_id": "x"}', "lacks its config"),
         ('{"schema": 1, "run_id": "/", "config": {}}', "run_id is '/'"),
         ('{"schema": 1, "run_id": "x", "config": {"depth": -1}}', "depth is -1"),

@@ -69,10 +69,10 @@ def test_the_bundle_of_the_tests_has_tasks_of_each_type() -> None:
     ("kind", "change", "said"),
     [
         ("multiple_choice", {"query": None}, "the item lacks query, a text"),
-        ("multiple_choice", {"choices": "ab"}, "the item lacks choices, a list of 2 texts or more"),
+        ("multiple_choice", {"choices": "ab"}, "choices is missing, or no list of 2 texts or more"),
         ("multiple_choice", {"choices": ["a", None]}, "the item lacks choices, a text"),
         ("multiple_choice", {"gold": 2}, "gold is 2: it takes a number from 0 to 1"),
-        ("schema", {"context_options": None}, "the item lacks context_options"),
+        ("schema", {"context_options": None}, "context_options is missing, or no list"),
         ("schema", {"gold": "0"}, "gold is '0': it takes a number from 0 to 1"),
         ("schema", {"continuation": None}, "the item lacks continuation"),
         ("language_modeling", {"context": []}, "the item lacks context, a text"),
@@ -97,7 +97,12 @@ def test_numbers_are_texts(tmp_path: Path) -> None:
     [
         ("core.yaml", "multiple_choice", "essay", "core/core.yaml, line 2: the task t has the type essay"),
         ("core.yaml", "label: t", "name: t", "core/core.yaml, line 2: the task lacks label"),
-        ("core.yaml", "some/t.jsonl", "../../t.jsonl", "dataset_uri is ../../t.jsonl, which is not below"),
+        (
+            "core.yaml",
+            "some/t.jsonl",
+            "../../t.jsonl",
+            "dataset_uri is ../../t.jsonl: it takes a path relative to eval_data",
+        ),
         ("core.yaml", "- 1", "- many", "num_fewshot is 'many': it takes one number from 0, such as [10]"),
         ("core.yaml", "icl_tasks", "tasks", "core/core.yaml: it lacks icl_tasks"),
         ("core.yaml", "label: t", "label: [t", "core/core.yaml, line 5: not YAML"),

@@ -196,6 +196,22 @@ def test_exporting_again_changes_nothing_and_never_replaces_unasked(
     assert bitwise(upstream.load_model(base, "d3").weights, weights_of(7))
 
 
+def test_other_token_bytes_are_refused_or_replaced(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    assert export(ours, base) == 0
+    path = base / "tokenizer" / "token_bytes.pt"
+    right = torch.load(path)
+    torch.save(right.to(torch.int32), path, _use_new_zipfile_serialization=False)  # as another torch would
+    assert export(ours, base) == 0
+    torch.save(right + 1, path)
+    assert export(ours, base) == 2
+    assert "exists and differs from the export. Give another --out" in capsys.readouterr().err
+    assert export(ours, base, "--overwrite") == 0
+    assert torch.equal(torch.load(path), right)
+
+
 def test_another_tokenizer_is_not_put_beside_models_that_need_theirs(
     ours: Path, base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

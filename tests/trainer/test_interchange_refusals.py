@@ -91,7 +91,7 @@ OLD = ("smear_gate.weight", "smear_lambda", "backout_lambda", "resid_lambdas", "
         ),
         (
             edit_model(lambda weights: [weights.pop(name) for name in OLD]),
-            "lacks resid_lambdas, .* and 1 more .an older nanochat",
+            "lacks resid_lambdas, .* and 1 more .models of older versions",
         ),
         (edit_model(lambda weights: weights.update(extra=torch.zeros(1))), "holds extra, which the model"),
         (

@@ -101,7 +101,7 @@ def test_a_host_that_slows_down_gives_rows_away() -> None:
     change = balancer.propose()
     assert change is not None
     assert change.shares == [12, 4]
-    assert "tower 12 rows, laptop 4 rows, before 8/8" in change.reason
+    assert "tower 12 rows, laptop 4 rows (it was 8/8)" in change.reason
     balancer.apply(change.shares)
     steps(balancer, 3 * REST_STEPS, [0.1, 0.3])
     assert balancer.propose() is None, "it fits"

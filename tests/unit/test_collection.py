@@ -22,6 +22,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.project_folder imp
     project_folder,
 )
 
+from trainer import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIONS = ROOT / ".ansible" / "collections"
 ENVIRONMENT = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
@@ -202,7 +204,10 @@ def test_every_lookup_is_documented(name: str) -> None:
 def test_the_version_is_that_of_the_package_and_the_collections_those_of_requirements() -> None:
     galaxy = yaml.safe_load((ROOT / "galaxy.yml").read_text())
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert galaxy["version"] == package["project"]["version"]
+    version = package["project"]["version"]
+    assert galaxy["version"] == __version__ == version
+    for name in ("execution-environment.yml", "docs/how-to/collection.md"):
+        assert set(re.findall(r"nanofleet-fleet-([\d.]+)\.tar", (ROOT / name).read_text())) == {version}, name
     listed = yaml.safe_load((ROOT / "requirements.yml").read_text())["collections"]
     assert galaxy["dependencies"] == {each["name"]: each["version"] for each in listed}
 

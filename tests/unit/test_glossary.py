@@ -56,6 +56,8 @@ def pages() -> Iterator[Source]:
         text = path.read_text(encoding="utf-8")
         if "research" not in path.parts and path != GLOSSARY and MARK not in text:
             yield str(path.relative_to(ROOT)), prose(text)
+    for path in sorted((ROOT / "roles").glob("*/README.md")):
+        yield str(path.relative_to(ROOT)), prose(path.read_text(encoding="utf-8").partition(MARK)[0])
 
 
 class Loader(yaml.SafeLoader):
@@ -88,7 +90,8 @@ def without_code(text: str) -> str:
 def yaml_texts() -> Iterator[Source]:
     """Task names, messages and descriptions of playbooks, roles and Molecule scenarios."""
     folders = ("playbooks", "roles", "molecule", "inventory", "meta")
-    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.yml")):
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.yml")]
+    for path in sorted([*ROOT.glob("*.yml"), *paths]):
         for document in yaml.load_all(path.read_text(encoding="utf-8"), Loader):
             for text in read_values(document):
                 yield str(path.relative_to(ROOT)), without_code(text)

@@ -60,7 +60,8 @@ class Mark:
 
     wall: seconds of time.monotonic(). cpu: CPU seconds of this process.
     counted: bytes sent so far, as the trainer counts them.
-    sent: bytes sent so far, as the network interface counts them; None without its counters.
+    sent: bytes sent so far, as the network interface counts them; None with one rank, or if the interface has
+        no counters.
     """
 
     wall: float

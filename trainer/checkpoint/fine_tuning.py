@@ -24,7 +24,8 @@ def check_data(config: RunConfig, info: RowsInfo, data_dir: Path) -> None:
     if config.stage == SFT and not info.masked:
         raise DataError(
             f"{data_dir} holds documents, and stage sft trains on conversations. Make a data directory of "
-            "them with: python -m trainer conversations"
+            "conversations and give it with --data-dir: python -m trainer conversations --conversations FILE "
+            f"--data-dir {data_dir} --out DIR. To train on documents, leave out --stage sft."
         )
     if config.stage != SFT and info.masked:
         raise DataError(
@@ -50,9 +51,10 @@ def initial_state(path: Path | None, config: RunConfig, model: GPTConfig, hashes
     state = storage.load(path)
     if config.parent != parent_of(state.meta):
         raise ConfigError(
-            f"The run fine-tunes the checkpoint {config.parent}, and {path} is {parent_of(state.meta)}. Give "
-            f"--from-checkpoint the folder of {config.parent}, or start a new run with another --run-dir and "
-            "--run-id."
+            f"The run fine-tunes the checkpoint {config.parent} (run, step, and start of the sha256 of its "
+            f"weights), and --from-checkpoint {path} is {parent_of(state.meta)}. Give the folder of the "
+            "former. To fine-tune the latter, start a new run: --stage sft with another --run-dir, without "
+            "--run-file."
         )
     saved = state.meta["model_config"]
     differing = [

@@ -37,7 +37,7 @@ PACKING = 1  # version of the packing algorithm, part of the digest
 SPLITS = ("train", "val")
 MAKER = (
     "the command that made the data directory: python -m trainer prepare, or python -m trainer "
-    "conversations. On a host of a fleet: ansible-playbook setup.yml"
+    "conversations. On a host of a fleet: ansible-playbook setup.yml; for conversations repeat train.yml"
 )
 CONVERSATIONS = "conversations"  # the kind of a manifest; that of documents has none
 BLOCK_BYTES = 2**20  # per read, about

@@ -155,6 +155,7 @@ def _exchange(
     keys = {rank: f"consistency/{rank}" for rank in range(world_size)}
     try:
         store.set(keys[mine.rank], json.dumps(mine.__dict__))
+        began = time.monotonic()
         missing = wait_for_keys(store, keys, arrival_seconds)
         until = time.monotonic() + LOADING_SECONDS
         while missing and all(map(is_alive, missing)) and time.monotonic() < until:
@@ -162,8 +163,9 @@ def _exchange(
         if missing:
             names = ("Rank " if len(missing) == 1 else "Ranks ") + ", ".join(map(str, missing))
             raise Retryable(
-                f"{names} did not become ready within {arrival_seconds:.0f} s, while {mine} waited. To see "
-                "why: ansible-playbook logs.yml (the first error is at the top)."
+                f"{names} did not become ready within {time.monotonic() - began:.0f} s, while {mine} waited. "
+                "To see why: ansible-playbook logs.yml (the first error is at the top), by hand the log of "
+                "that rank."
             )
         records = [Record(**json.loads(store.get(keys[rank]))) for rank in range(world_size)]
         read = {rank: f"consistency/read/{rank}" for rank in range(world_size)}

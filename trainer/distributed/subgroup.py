@@ -1,10 +1,10 @@
 """A process group of some ranks, with connections of its own, for a thread beside the training.
 
     link = Subgroup.open(group, "checkpoint copies", members=[0, 2], source=0)    # all ranks call it
-    link.broadcast(tensor)                                                        # members only, in one order
+    link.broadcast(tensor)                                                        # only members call it
 
-Gloo moves the bytes, on a GPU too. If a member does not call a collective, the collective fails on the other
-members after UNMEASURED_TIMEOUT.
+All members call the collectives in the same order. The subgroup uses Gloo, also in a run on GPUs. If a member
+does not call a collective, it fails on the other members after UNMEASURED_TIMEOUT (10 minutes).
 """
 
 from __future__ import annotations

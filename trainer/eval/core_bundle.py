@@ -185,7 +185,7 @@ def _checked_entry(where: str, entry: Any) -> dict[str, Any]:
         )
     uri = PurePosixPath(entry["dataset_uri"])
     if uri.is_absolute() or ".." in uri.parts:
-        raise DataError(f"{where}: dataset_uri is {uri}, which is not below {DATA}.")
+        raise DataError(f"{where}: dataset_uri is {uri}: it takes a path relative to {DATA}, without '..'.")
     shots = entry.get("num_fewshot")
     if isinstance(shots, list) and len(shots) == 1:
         shots = shots[0]
@@ -243,7 +243,7 @@ def _checked_item(where: str, raw: Any, kind: str) -> Item:
         name = OPTIONS[kind]
         options = raw.get(name)
         if not isinstance(options, list) or len(options) < 2:
-            raise DataError(f"{where}: the item lacks {name}, a list of 2 texts or more.")
+            raise DataError(f"{where}: {name} is missing, or no list of 2 texts or more.")
         item[name] = [_text(where, {name: option}, name) for option in options]
         gold = raw.get("gold")
         if type(gold) is not int or not 0 <= gold < len(options):

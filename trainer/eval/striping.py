@@ -1,4 +1,7 @@
-"""How ranks divide the items (questions) of a task: in blocks. They add up their results after each block."""
+"""How ranks divide the items (questions) of a task: block by block. All ranks share the items of a block.
+
+After each block they add up their results.
+"""
 
 from __future__ import annotations
 

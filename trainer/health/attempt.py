@@ -107,9 +107,10 @@ class Attempt:
         self._figures = dataclasses.replace(self._figures, **figures)
 
     def at_end(self, call: Callable[[str, bool], None]) -> None:
-        """Register a function to call when the attempt ends, as `call(outcome, hurry)`.
+        """Register a function that is called once, at the end of the attempt, as `call(outcome, hurry)`.
 
-        `hurry` is true if the process is about to exit, for example after SIGTERM.
+        outcome: finished, stopped, retryable or final. hurry: True if the process exits as soon as the
+        functions have returned, as after SIGTERM: they should then wait as little as possible.
         """
         self._at_end.append(call)
 
@@ -219,7 +220,10 @@ def watch_torchrun(attempt: Attempt, log: RunLogger) -> None:
     def watch() -> None:
         while os.getppid() == torchrun:
             time.sleep(PARENT_SECONDS)
-        end = Retryable(f"torchrun, which started this rank, is gone after step {attempt.step}.")
+        end = Retryable(
+            "torchrun, which started this rank, has exited or was killed, so this rank ends too, after step "
+            f"{attempt.step}. The unit of the run restarts by itself; by hand start torchrun again."
+        )
         attempt.end_process(end, log)
         os._exit(EXIT_CODES["retryable"])
 
@@ -262,4 +266,6 @@ def _terminated(by_parent: bool, attempt: Attempt) -> RunEnd:
         return Stopped(f"{asked}. {attempt.left}")
     if attempt.is_saved:
         return Stopped(f"{asked}, whose checkpoint is written.")
-    return Stopped(f"{asked}; nothing was saved since the last checkpoint.")
+    return Stopped(
+        f"{asked}. The next start continues from the newest checkpoint, or from step 0 if there is none."
+    )

@@ -84,8 +84,8 @@ class RankEnv:
         if not (first.isdecimal() and world_size.isdecimal() and name and port.isdecimal()):
             raise ConfigError(
                 f"{FLEET} is {os.environ[FLEET]!r} in the environment. It must be FIRST_RANK WORLD_SIZE "
-                "ADDRESS:PORT and then the addresses of all hosts, separated by spaces. train.yml sets it: "
-                f"ansible-playbook train.yml; without a fleet: unset {FLEET}"
+                "ADDRESS:PORT, separated by spaces; with coordinator_failover the addresses of all hosts "
+                f"follow. ansible-playbook train.yml sets it for an elastic run; else: unset {FLEET}"
             )
         local_rank, local_world_size = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
         hosts = list(filter(None, addresses))

@@ -79,10 +79,11 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
     }
     result = Exported(pair, note=note)
     if _is_there(out / TOKENIZER, tokenizer, overwrite):
-        for path in (out / TOKENIZER, out / TOKEN_BYTES):
-            if path.exists():
-                del contents[path]
-                result.unchanged.append(path)
+        del contents[out / TOKENIZER]
+        result.unchanged.append(out / TOKENIZER)
+    if _has_token_bytes(out / TOKEN_BYTES, tokenizer):
+        del contents[out / TOKEN_BYTES]
+        result.unchanged.append(out / TOKEN_BYTES)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".exporting-", dir=out) as name:
         staged = {path: Path(name, path.name) for path in contents}
@@ -90,14 +91,17 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
             with open(staged[path], "wb") as file:
                 write(file)
                 sync_file(file)
-        for path in (pair.meta, pair.model):
+        for path in contents:
+            if path == out / TOKENIZER:
+                continue
             if path.exists() and file_sha256(path) == file_sha256(staged[path]):
                 del staged[path]
                 result.unchanged.append(path)
             elif path.exists() and not overwrite:
                 raise ConfigError(
-                    f"{path} exists and differs from the export. Give another --model-tag, or replace the "
-                    "file with --overwrite."
+                    f"{path} exists and differs from the export. Give another "
+                    f"{'--out' if path == out / TOKEN_BYTES else '--model-tag'}, or replace the file with "
+                    "--overwrite."
                 )
         for path, new in staged.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,6 +109,15 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
             sync_folder(path.parent)
             result.written.append(path)
     return result
+
+
+def _has_token_bytes(path: Path, tokenizer: Tokenizer) -> bool:
+    """Whether the file `path` has the lengths of this tokenizer's tokens, also if nanochat has written it."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.equal(found, torch.from_numpy(tokenizer.token_bytes))
+    except Exception:  # no such file, or any exception that a damaged one raises in torch
+        return False
 
 
 def _is_there(path: Path, tokenizer: Tokenizer, overwrite: bool) -> bool:

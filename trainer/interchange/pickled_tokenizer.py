@@ -131,7 +131,9 @@ def _check_instructions(data: bytes) -> None:
                 raise DataError(f"its pickle uses {instruction.name}, which plain data does not need")
             # The unpickler allocates all entries of its memo up to the one that is written.
             if instruction.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
-                raise DataError(f"its pickle writes to entry {argument:,} of a shorter memo")
+                raise DataError(
+                    f"its pickle stores a value at place {argument:,} after only {count:,} instructions"
+                )
     except (ValueError, LookupError) as error:
         raise (
             error if isinstance(error, DataError) else DataError(f"it is no whole pickle ({error})")

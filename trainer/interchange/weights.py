@@ -69,14 +69,15 @@ def check_fits(weights: Mapping[str, Tensor], config: GPTConfig, path: Path) -> 
     ]
     problems = []
     if missing:
-        problems.append(f"lacks {_some(missing)} (an older nanochat, whose arithmetic differs, has fewer)")
+        problems.append(f"lacks {_some(missing)} (models of older versions of nanochat lack some)")
     if unknown:
         problems.append(f"holds {_some(unknown)}, which the model does not have")
     if unlike:
         problems.append(f"does not have its shapes: {_some(unlike)}")
     if problems:
         raise ConfigError(
-            f"{path} does not hold the model that its meta file names: it {'; it '.join(problems)}."
+            f"{path} does not hold the model that its meta file names: it {'; it '.join(problems)}. Give the "
+            "model file and the meta file of one checkpoint."
         )
 
 

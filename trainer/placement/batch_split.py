@@ -155,8 +155,8 @@ class Balancer:
         speeds = ", ".join(f"{name} {each:.3g}" for name, each in zip(self._names, now, strict=True))
         return SplitChange(
             split,
-            f"{describe_split(split, self._names)}, before {'/'.join(map(str, self.shares))}: "
-            f"{gain:.2g} s less a step (seconds a row: {speeds})",
+            f"{describe_split(split, self._names)} (it was {'/'.join(map(str, self.shares))}), about "
+            f"{gain:.2g} s less a step (measured seconds a row: {speeds})",
         )
 
     def apply(self, shares: Sequence[int]) -> None:

@@ -147,7 +147,8 @@ def _choose(numerics: Numerics, topology: Topology, config: RunConfig, log: RunL
     best = choice.best.candidate
     log.info(
         f"{counted(len(best.cpus), 'thread')} on CPUs {cpu_list(best.cpus)} ({best.name}): the fastest of "
-        f"{len(candidates)} sets for a layer and its Muon update.\n" + "\n".join(choice.table()),
+        f"{len(candidates)} sets of CPUs for a layer and its Muon update, or smaller and up to 2 % slower.\n"
+        + "\n".join(choice.table()),
         extra=fields("threads", **choice.saved()),
     )
     if proposal := propose_ranks(topology, choice.best, make_work):

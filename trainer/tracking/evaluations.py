@@ -1,7 +1,8 @@
 """Sends the results of an evaluation to the run of the checkpoint on MLflow.
 
 facts.json in the run directory of the checkpoint identifies the run. If there is no facts.json, as for an
-imported checkpoint, nothing is sent. Metrics have the step of the checkpoint; tables are artifacts.
+imported checkpoint, nothing is sent. Metrics have the step of the checkpoint; eval.json and core.csv are
+sent as artifacts.
 """
 
 from __future__ import annotations

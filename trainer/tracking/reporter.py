@@ -270,7 +270,10 @@ class Reporter:
         self.tracker.step(self.train_state.step, rows)
         if reason and self.is_main:
             step = self.train_state.step
-            self.log.info(f"step {step}: {reason}", extra=fields("shares", step=step, shares=list(shares)))
+            self.log.info(
+                f"step {step}: new batch split: {reason}",
+                extra=fields("shares", step=step, shares=list(shares)),
+            )
 
     def members(self, hosts: int, ranks: int) -> None:
         """Report the members of an elastic run after a change, and clear `durations`.

@@ -113,10 +113,10 @@ class Sender:
             self.report({"log": f"The tracker at {shown_uri(self.uri)} has caught up with {files.METRICS}."})
 
     def finish(self, outcome: str | None) -> None:
-        """Send the rest at the end of a run: figures, final status, plots and files.
+        """Send the rest at the end of a run: figures, samples, final status, plots and the other files.
 
-        outcome: the outcome in outcome.json; None if there is none. If the outcome is retryable, plots and
-        files are not sent: the next attempt sends them.
+        outcome: the outcome in outcome.json; None if there is none: no final status is sent then. If the
+        outcome is retryable, plots and the other files are left for the next attempt.
         """
         self._recreate_if_lost(lambda: self._finish(outcome))
 
