@@ -37,7 +37,7 @@ def installed(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, Mappin
     """
     found = {}
     for host in hosts:
-        checked = hostvars[host]["__runtime_checked"]
+        checked = hostvars[host]["runtime_checked"]
         found[host] = checked if checked["ready"] else hostvars[host].get("__runtime_installed", checked)
     return {host: each for host, each in found.items() if each.get("installed")}
 

@@ -194,7 +194,7 @@ class Fleet:
             kind = self.environments(host).get(name)
             if kind:
                 checked = {**self.states[host]["environments"][name], "ready": True}
-                variables[host] = {"__runtime_checked": checked, "runtime_kind": kind}
+                variables[host] = {"runtime_checked": checked, "runtime_kind": kind}
         return list(variables), variables
 
     def environment_findings(self) -> list[Finding]:

@@ -74,6 +74,17 @@ def test_roles_know_no_group(role: Path) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES, ids=lambda p: p.name)
+def test_roles_read_no_private_variable_of_another_role(role: Path) -> None:
+    """A private variable begins with two underscores and the name of its role."""
+    others = [other.name for other in ROLES if not role.name.startswith(other.name)]
+    private = re.compile(rf"\b__({'|'.join(sorted(others, key=len, reverse=True))})_")
+    own = re.compile(rf"__{role.name}_")
+    for path in [path for kind in ("*.yml", "*.j2") for path in role.rglob(kind)]:
+        for hit in private.finditer(path.read_text()):
+            assert own.match(path.read_text(), hit.start()), (path, hit.group())
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda p: p.name)
 def test_what_a_role_registers_hides_none_of_its_variables(role: Path) -> None:
     """It would hold for the rest of the playbook, also where the role is called again."""
     held = set(load(role / "defaults" / "main.yml") or {})

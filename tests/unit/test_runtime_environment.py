@@ -173,7 +173,7 @@ def hostvars(**hosts: tuple[str, str, dict[str, str]]) -> dict[str, Any]:
         seen = {"python": python, "machine": "x86_64"}
         found[name] = {
             "runtime_kind": filters.runtime_kind(seen, torch or "cpu", index),
-            "__runtime_checked": {
+            "runtime_checked": {
                 "ready": True,
                 "installed": installed,
                 "versions": versions,
@@ -195,7 +195,7 @@ def test_the_odd_host_is_named() -> None:
         "3.12-x86_64",
     ]
     odd = {**same, **hostvars(d=("3.11", "y" * 64, {"torch": "1.9"}))}
-    odd["d"]["__runtime_checked"]["project"] = "q" * 64
+    odd["d"]["runtime_checked"]["project"] = "q" * 64
     found = list(filters.runtime_findings(["a", "b", "c", "d"], odd))
     assert [(each["host"], each["code"]) for each in found] == [
         ("d", "NF301"),
@@ -227,7 +227,7 @@ def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() ->
 
 def test_a_dry_run_before_the_first_setup_has_nothing_to_compare() -> None:
     bare = hostvars(a=("3.11", "", {}))
-    bare["a"]["__runtime_checked"] = {"ready": False, "installed": "", "versions": {}, "project": ""}
+    bare["a"]["runtime_checked"] = {"ready": False, "installed": "", "versions": {}, "project": ""}
     assert not list(filters.runtime_findings(["a"], bare))
     assert filters.runtime_summary(["a"], bare) == "No environment is installed yet."
 
