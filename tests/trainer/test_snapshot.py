@@ -58,6 +58,9 @@ def test_a_copy_is_due_as_often_as_it_costs_little(
     assert copies.interval(is_calm=True) == pytest.approx(calm)
     copies._arrival = 15.0
     assert copies.interval(is_calm=True) == pytest.approx(min(calm, 45.0)), "the next one is there after 60 s"
+    copies._arrival = 40.0
+    slow = 80.0 if seconds == 12.0 else calm
+    assert copies.interval(is_calm=True) == pytest.approx(slow), "a slow link is free half of the time"
 
 
 def test_a_copy_gives_way_to_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:

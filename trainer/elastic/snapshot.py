@@ -128,13 +128,14 @@ class Snapshots:
     def interval(self, is_calm: bool) -> float:
         """Seconds from one copy to the next, in proportion to what the newest one has cost.
 
-        At least 2, and few enough that the next copy arrives when the newest is 60 s old. The pause for the
-        first copy does not count: its memory is new, so it takes many times longer. is_calm: whether no
-        member was lost lately; the interval is then longer.
+        At least 2, and few enough that the next copy arrives when the newest is 60 s old, unless a copy takes
+        longer than 20 s to arrive. The pause for the first copy does not count: its memory is new, so it
+        takes many times longer. is_calm: whether no member was lost lately; the interval is then longer.
         """
         cost = max(PAUSES * self._later_pause, TRANSFERS * self.seconds) * (CALM if is_calm else 1)
-        # The last copy counts until the next one has arrived.
-        return max(SHORTEST_INTERVAL, min(LONGEST_INTERVAL - self._arrival, cost))
+        # The last copy counts until the next one has arrived. At most half of the time one is on the way.
+        longest = max(LONGEST_INTERVAL - self._arrival, 2 * self._arrival)
+        return max(SHORTEST_INTERVAL, min(longest, cost))
 
     @property
     def is_busy(self) -> bool:
