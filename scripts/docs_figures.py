@@ -55,6 +55,7 @@ PHRASES = {
         "and {over_dense:.1f} times as fast as plain all-reduce",
         "(`sync=dense`, {dense.step_seconds:.1f} s); 5,000 such steps take about {exact.hours:.0f} hours.",
         "(`sync=fast`) a step takes {bfloat16.step_seconds:.1f} s,",
+        "{fast_over_ddp:.1f} times as fast as plain DDP",
         "and 5,000 take about {bfloat16.hours:.0f} hours.",
     ),
     "docs/faq.md": (
@@ -89,17 +90,20 @@ def case(figures: dict[str, Any]) -> SimpleNamespace:
 def values(record: dict[str, Any]) -> dict[str, Any]:
     """The values for the placeholders in PHRASES, by name.
 
-    record: the content of bench.json. Raises KeyError if a case is missing in it.
+    record: the content of bench.json; the factor over plain DDP is that of replay.json. Raises KeyError if a
+    case is missing in it.
     """
     cases = {(row["sync"], row["dtype"], row["tokens"]): case(row) for row in record["two_hosts"]}
     one = {f"one_{row['dtype']}": case(row) for row in record["one_process"]}
     named = {name: cases[name, "float32", 4096] for name in ("dense", "exact", "fast")}
+    compared = json.loads(RECORD.with_name("replay.json").read_text(encoding="utf-8"))["cases"]
     return {
         **{key: record[key] for key in ("date", "commit")},
         **named,
         **one,
         "bfloat16": cases["fast", "bfloat16", 4096],
         "local": cases["local", "float32", 8192],
+        "fast_over_ddp": next(row["over_ddp"] for row in compared if row["sync"] == "fast"),
         "over_dense": named["dense"].step_seconds / named["exact"].step_seconds,
     }
 
