@@ -49,7 +49,7 @@ def test_torchrun_killed(site: Site, run: str, host: int) -> None:
         run,
         f"SIGKILL of {'the coordinator' if host == COORDINATOR else 'a worker'}'s torchrun",
         lambda: site.inside(host, f"kill -KILL {site.pid(host, run, 'torchrun')}"),
-        "torchrun, which started this rank, is gone",
+        "torchrun, which started this rank, has exited or was killed",
         within=10,
         host=host,
     )
