@@ -89,9 +89,8 @@ def test_a_damaged_checkpoint_is_passed_over(site: Site, run: str) -> None:
             f" && printf X | dd of=$f bs=1 seek=1000 conv=notrunc status=none; kill -KILL {pid}",
         )
 
-    said = site.survives(
-        run, "a damaged checkpoint", plant, "is damaged", "resumes from the previous checkpoint", within=60
-    )
+    # The run resumes from its copy on the other host, or from the previous checkpoint if there is none yet.
+    said = site.survives(run, "a damaged checkpoint", plant, "is damaged", within=60)
     assert "sha256" in said.line
     assert site.inside(COORDINATOR, f"ls -d {folder}/damaged_step_*")
 
