@@ -189,7 +189,7 @@ def test_of_several_ranks_on_a_host_the_first_counts_for_the_majority() -> None:
     simulation = Simulation(0, 6)
     members = [Member(number, 1, Record(number, f"host-{number // 2}", "", {}, {})) for number in range(6)]
     keys = SimulatedKeys(simulation, Process(0))
-    coordinator = Coordinator(keys, members[0], 6, 2, is_replaced=lambda: False, ranks_per_host=2)
+    coordinator = Coordinator(keys, members[0], 6, 2, is_replaced=lambda: False, voting=range(0, 6, 2))
     assert not coordinator.suffices([*members[:2], members[3], members[5]])
     assert coordinator.suffices([members[0], members[2]])
 

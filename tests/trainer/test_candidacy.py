@@ -227,3 +227,9 @@ def test_several_ranks_of_a_host_follow_its_first_one(monkeypatch: pytest.Monkey
     assert not moved.is_coordinator
     again = moved.coordinated_by(1, 20501)
     assert (again.rank, again.launch_rank, again.master_addr) == (3, 5, "127.0.0.2")
+    assert list(env.voting) == [0, 2, 4]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(
+        ConfigError, match="all hosts need the same nproc_per_node: set it for the group fleet"
+    ):
+        RankEnv.from_environment()

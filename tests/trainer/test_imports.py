@@ -184,13 +184,13 @@ def test_the_checks_find_what_they_look_for(sources: dict[str, str], found: str)
 
 
 def test_nothing_unpickles_what_another_host_has_sent() -> None:
-    """Collectives of objects pickle; a file is unpickled only by torch.load with weights_only=True."""
-    for name, tree in read_modules(ROOT / "trainer").items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            called = ast.unparse(node.func)
-            assert not re.search(r"object(_list)?$", called) or called.endswith("is_object"), (name, called)
-            assert called not in ("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads"), name
+    """Collectives of objects pickle them; torch.load does, unless weights_only is True."""
+    users = {name for name, tree in TRAINER.items() if "pickle" in names_of_imports(tree)}
+    # An unpickler that knows plain data only; the others name an exception.
+    assert users == {"interchange.pickled_tokenizer", "interchange.weights", "checkpoint.storage"}
+    for name, tree in TRAINER.items():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            called = ast.unparse(call.func)
+            assert not re.search(r"(gather|broadcast|scatter|send|recv)_object", called), (name, called)
             if called == "torch.load":
-                assert "weights_only=True" in ast.unparse(node), name
+                assert "weights_only=True" in ast.unparse(call), name

@@ -52,9 +52,9 @@ def initial_state(path: Path | None, config: RunConfig, model: GPTConfig, hashes
     if config.parent != parent_of(state.meta):
         raise ConfigError(
             f"The run fine-tunes the checkpoint {config.parent} (run, step, and start of the sha256 of its "
-            f"weights), and --from-checkpoint {path} is {parent_of(state.meta)}. Give the folder of the "
-            "former. To fine-tune the latter, start a new run: --stage sft with another --run-dir, without "
-            "--run-file."
+            f"weights), and --from-checkpoint {path} is {parent_of(state.meta)}. Give the folder of "
+            f"{config.parent}. To fine-tune {path}, start a new run: --stage sft with another --run-dir, "
+            "without --run-file."
         )
     saved = state.meta["model_config"]
     differing = [

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from trainer.distributed.consistency import compare, explain, name_differences
 from trainer.elastic.keys import Keys, Member, View, load_member
@@ -51,7 +51,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         is_replaced: Callable[[], bool] | None = None,
-        ranks_per_host: int = 1,
+        voting: Collection[int] | None = None,
     ) -> None:
         """Begin as the coordinator of a run.
 
@@ -62,10 +62,10 @@ class Coordinator:
         clock, sleep: monotonic and sleep of the module time; a simulation has its own.
         is_replaced: returns whether other hosts have elected another coordinator; None in a run without
             elections.
-        ranks_per_host: the number of ranks on each host.
+        voting: the ranks that vote for their hosts in elections; None: all, one on each host.
         """
         self._keys, self.me, self._world_size, self._min_hosts = keys, me, world_size, min_hosts
-        self._ranks_per_host = ranks_per_host
+        self._voting = range(world_size) if voting is None else voting
         self._clock, self._sleep, self._is_replaced = clock, sleep, is_replaced
         self._numbers = range(1, world_size + ADDED_RANKS)  # of the ranks that may join
         self._losses: dict[int, tuple[float, float]] = {}  # number -> when it was lost, and its delay then
@@ -141,9 +141,8 @@ class Coordinator:
         return not self._too_few(members)
 
     def _too_few(self, members: Iterable[Member]) -> bool:
-        if self._is_replaced is not None:  # a majority of the ranks that vote, one on each host
-            voting = range(0, self._world_size, self._ranks_per_host)
-            members = [member for member in members if member.number in voting]
+        if self._is_replaced is not None:  # a majority of those that vote
+            members = [member for member in members if member.number in self._voting]
         return len({member.record.host for member in members}) < self._min_hosts
 
     def applicants(self, members: Iterable[Member]) -> list[Member]:
@@ -194,8 +193,7 @@ class Coordinator:
                 hosts = ", ".join(sorted({member.record.host for member in members}))
                 needed = f"min_hosts is {self._min_hosts}"
                 if self._is_replaced is not None:
-                    hosts_of_run = self._world_size // self._ranks_per_host
-                    needed = f"{self._min_hosts} of {hosts_of_run} hosts are needed"
+                    needed = f"{self._min_hosts} of {len(self._voting)} hosts are needed"
                 raise Retryable(
                     f"Only {hosts} can train, and {needed}. The run continues when more hosts are back."
                 )

@@ -77,9 +77,9 @@ class Candidacy:
         """Start to ask the other hosts, and to answer them at the port `env.master_port`.
 
         A rank without a vote only asks. env: environment of this rank at launch, with the addresses of all
-        hosts. run_file: the run file. run_dir: the run directory, in which term.json keeps
-        the term. log: the logger of this rank. Raises Retryable if the port is in use; ConfigError if the
-        secret of the fleet or term.json cannot be read.
+        hosts. run_file: the run file. run_dir: the run directory, in which term.json keeps the term. log: the
+        logger of this rank. Raises Retryable if the port is in use; ConfigError if the secret of the fleet or
+        term.json cannot be read.
         """
         self._env, self._run_file, self._path, self._log = env, run_file, run_dir / TERM, log
         hosts = len(env.addresses)

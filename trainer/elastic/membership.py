@@ -147,7 +147,7 @@ class Membership:
                 self.env.world_size,
                 needed,
                 is_replaced=(lambda: candidacy.newer_term) if candidacy else None,
-                ranks_per_host=self.env.local_world_size,
+                voting=self.env.voting,
             )
             expected = candidacy.expected() if candidacy else None
             self.view = self._coordinator.first_view(is_loading, expected, kind)

@@ -47,7 +47,7 @@ def read_secret() -> bytes:
     except OSError as error:
         problem = error.strerror or str(error)
     except ValueError:
-        pass
+        pass  # `problem` is that of any other content
     if problem:
         raise ConfigError(
             f"The secret of the fleet, {path}, cannot be used: {problem}. Write it again: "

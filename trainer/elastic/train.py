@@ -205,8 +205,8 @@ class ElasticTrainer(Trainer):
 
     def _holders(self) -> list[int]:
         """The ranks that have copies of the state: the coordinator, and the next rank that has a vote."""
-        voting = range(0, self.env.world_size, self.env.local_world_size)
-        found = [rank for rank, number in enumerate(self.setup.joined.view.numbers) if number in voting]
+        numbers = self.setup.joined.view.numbers
+        found = [rank for rank, number in enumerate(numbers) if number in self.env.voting]
         return found[: 2 if self.candidacy else 1]
 
     def train(self) -> bool:

@@ -161,9 +161,14 @@ class RankEnv:
         return self.local_rank == 0
 
     @property
+    def voting(self) -> range:
+        """The ranks that vote for their hosts in elections of a coordinator: the first one of each host."""
+        return range(0, self.world_size, self.local_world_size)
+
+    @property
     def has_vote(self) -> bool:
         """Whether this rank votes for its host in elections of a coordinator, and may become it."""
-        return self.is_host_leader and not self.is_added
+        return self.rank in self.voting
 
     def address(self) -> str:
         """The IP address of this host on its route to the coordinator; "" without a coordinator or route."""
