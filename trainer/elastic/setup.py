@@ -74,7 +74,7 @@ class Kept:
 class Inputs:
     """What a setup has read and measured on this host, for the next setup in the same process.
 
-    To read the rows again would take minutes on a host with many shards, because their sha256 is verified.
+    To read the rows again would take 0.7 s per GB, and longer from a disk, because their sha256 is verified.
     data, core, options: attributes of RunSetup.
     """
 
