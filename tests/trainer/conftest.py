@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -79,9 +80,16 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that nothing listens on, below the range of Linux's ephemeral ports.
+
+    Port 0 would give an ephemeral port, which the next outgoing connection of any process may take
+    before the test listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15000, 32768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def flags(knobs: dict[str, Any]) -> list[str]:
