@@ -138,6 +138,12 @@ class RunConfig:
         "then they continue without it",
         RUNTIME,
     )
+    join_grace: float = setting(
+        60.0,
+        "with elastic, the longest pause of the others for a rank that joins, in seconds; then they continue "
+        "without it, and it may join again after 20 times that pause",
+        RUNTIME,
+    )
     elastic: str = setting(
         "auto",
         "whether hosts may leave and join while the run trains; auto: train.yml decides, true with two or "
@@ -328,7 +334,7 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),
     (lambda v: v >= 0, "must not be negative", "core_metric_every core_metric_max_per_task snapshot_seconds"),
     (lambda v: v > 0, "must be above 0", "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr"),
-    (lambda v: v > 0, "must be above 0", "target_param_data_ratio init_lr_frac local_grace"),
+    (lambda v: v > 0, "must be above 0", "target_param_data_ratio init_lr_frac local_grace join_grace"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac"),
     (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "local_momentum"),
     (lambda v: v < 2**63, "must be below 2^63", "seed"),

@@ -8,8 +8,9 @@ checkpoint to other hosts takes so many seconds (copy). Or it reads a token of t
 the first ones, so many as the step says. Or a bit of a parameter that all ranks step changes in its memory
 (flip). Or, in an elastic run, it dies as it connects to the other members (vanish), or it freezes then
 (halt), or it connects so many seconds later (late); step 1 stands for the first connection to them, 2 for the
-second. Or it dies at that step as it evaluates, saves, or leaves the members of before a change
-(exit_evaluate, exit_save, exit_change; with step 0 at any). Or, in an elastic run, it writes to a file how
+second. Or, in an elastic run, it begins to receive the state of the run so many seconds later (receive). Or
+it dies at that step as it evaluates, saves, or leaves the members of before a change (exit_evaluate,
+exit_save, exit_change; with step 0 at any). Or, in an elastic run, it writes to a file how
 many parameters it has in memory as it connects to the other members, a line each time (parameters).
 
 python tests/trainer/faulty.py burn 5 8 train --data-dir ...       # at step 5, for 8 s
@@ -56,6 +57,9 @@ def plant(fault: str, step: int, seconds: float) -> None:
         return
     if fault in ("halt", "late"):
         plant_connection(step, seconds)
+        return
+    if fault == "receive":
+        plant_late_receiver(seconds)
         return
     if fault == "parameters":
         plant_count_of_parameters()
@@ -108,6 +112,19 @@ def plant_connection(number: int, seconds: float) -> None:
         return sound(self, *arguments)
 
     setattr(owner, name, call)
+
+
+def plant_late_receiver(seconds: float) -> None:
+    """Let this rank receive the state of the run later than the others expect, as over a slow link."""
+    from trainer.elastic.setup import ElasticSetup
+
+    sound = ElasticSetup._resume
+
+    def call(self: Any, state: Any) -> None:
+        time.sleep(seconds)
+        sound(self, state)
+
+    ElasticSetup._resume = call  # type: ignore[method-assign]
 
 
 def plant_count_of_parameters() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -194,8 +195,14 @@ def test_of_several_ranks_on_a_host_the_first_counts_for_the_majority() -> None:
     assert coordinator.suffices([members[0], members[2]])
 
 
-def admissions(seconds_in: float, until: float) -> list[float]:
-    """When a rank is admitted that asks at once and is lost after `seconds_in` each time."""
+def admissions(
+    seconds_in: float, until: float, is_asked: bool = False, slow: Sequence[float] = ()
+) -> list[float]:
+    """When a rank is admitted that asks at once and is lost after `seconds_in` each time.
+
+    is_asked: it leaves in order instead. slow: for so many seconds the others wait in vain for its first
+    attempts.
+    """
     simulation = Simulation(0, 2)
     process = Process(0)
     keys = SimulatedKeys(simulation, process)
@@ -209,17 +216,28 @@ def admissions(seconds_in: float, until: float) -> list[float]:
             simulation.now += 0.5
         admitted.append(simulation.now)
         simulation.now += seconds_in
+        if is_asked:
+            agreement.Follower(keys, applicant).leave()
+        if len(admitted) <= len(slow):
+            coordinator.postpone([applicant], slow[len(admitted) - 1])
         view = View(len(admitted), (me, applicant))
         coordinator.next_view(view, lambda member: True)
     return admitted
 
 
-def test_a_flapping_rank_is_admitted_after_growing_delays() -> None:
-    times = admissions(2.0, 900)
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_flapping_rank_is_admitted_after_growing_delays(is_asked: bool) -> None:
+    times = admissions(2.0, 900, is_asked)
     waits = [later - sooner - 2.0 for sooner, later in pairwise(times)]
     assert waits[0] == 0, "one loss is no flapping"
     assert waits[1:6] == pytest.approx([5, 10, 20, 40, 80], abs=1)
     assert waits[6:] == pytest.approx([LONGEST_DELAY_SECONDS] * len(waits[6:]), abs=1)
+
+
+def test_a_rank_that_joins_slowly_costs_the_others_one_twentieth_of_their_time() -> None:
+    times = admissions(2.0, 4000, slow=[60, 90])
+    waits = [later - sooner - 2.0 for sooner, later in pairwise(times)]
+    assert waits[:3] == pytest.approx([20 * 60, 20 * 90, LONGEST_DELAY_SECONDS], abs=1)
 
 
 def test_a_rank_that_is_lost_rarely_is_not_delayed() -> None:

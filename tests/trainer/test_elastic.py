@@ -242,6 +242,33 @@ def test_a_rank_that_freezes_as_it_joins_costs_seconds(
     check_losses(run, undisturbed)
 
 
+@pytest.mark.parametrize("sync", ["exact", "local"])
+def test_a_rank_that_joins_too_slowly_is_left_out_for_a_while(
+    elastic: Begin, undisturbed: list[float], sync: str
+) -> None:
+    run = elastic(3, join_grace=2, sync=sync)
+    run.reach(10)
+    run.processes[2].send_signal(signal.SIGTERM)
+    run.has_ranks(2)
+    run.finish(2)
+    run.start(2, fault="receive 0 8")
+    run.wait_until(lambda: "with rank 2" in run.log(0), "it is admitted")
+    step = run.status()["step"]
+    assert run.wait_until(lambda: run.status()["step"] > step + 1, "the next steps") < 6
+    outcome = run.finish(2)
+    assert outcome["outcome"] == "retryable"
+    assert (
+        "rank 2 (host-3) has not received the state of the run within 2 s (join_grace)" in outcome["reason"]
+    )
+    run.start(2)
+    reached = int(run.status()["step"])
+    run.reach(min(reached + 20, STEPS - 1))
+    assert run.status()["world_size"] == 2, "it waits, because it was slow"
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    if sync == "exact":
+        check_losses(run, undisturbed)
+
+
 def test_a_rank_that_still_computes_when_another_dies_stays(elastic: Begin, undisturbed: list[float]) -> None:
     run = elastic(3, faults=[SLOW, "sleep 21 12", SLOW], snapshot_seconds=1)
     run.reach(20)

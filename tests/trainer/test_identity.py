@@ -23,6 +23,7 @@ OTHERS = {
     "min_hosts": 2,
     "snapshot_seconds": 30.0,
     "local_grace": 20.0,
+    "join_grace": 30.0,
     "coordinator_failover": "true",
     "eval_every": 3,
     "eval_tokens": 64,

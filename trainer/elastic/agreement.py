@@ -33,6 +33,9 @@ VIEW_SECONDS = 60.0  # for a member to be in a view after it is ready
 QUORUM_SECONDS = 40.0  # after a loss, for a majority to be there again; members that are left wait as long
 CALM_SECONDS = 60.0  # a member that is lost again sooner waits before it may join again
 SHORTEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 5.0, 120.0
+SLOW_FACTOR = (
+    20  # a rank that joins too slowly waits that many times the pause of the others: 5 % of the time
+)
 ADDED_RANKS = 16  # the most ranks that are added to an active run
 
 
@@ -68,7 +71,8 @@ class Coordinator:
         self._voting = range(world_size) if voting is None else voting
         self._clock, self._sleep, self._is_replaced = clock, sleep, is_replaced
         self._numbers = range(1, world_size + ADDED_RANKS)  # of the ranks that may join
-        self._losses: dict[int, tuple[float, float]] = {}  # number -> when it was lost, and its delay then
+        self._losses: dict[int, tuple[float, float]] = {}  # number -> when it was left out, its delay then
+        self._slow: dict[int, float] = {}  # number -> seconds in which it did not join; it is left out next
         self._handled: dict[int, int] = {}  # number -> incarnation that was refused, has left or is lost
 
     def first_view(
@@ -148,9 +152,10 @@ class Coordinator:
     def applicants(self, members: Iterable[Member]) -> list[Member]:
         """The ranks that have asked to join and that the coordinator admits, as members.
 
-        members: the present members; they are not in the result. A rank that was lost several times is not
-        in the result until its delay is over. A rank that reports a problem, or whose record differs from the
-        coordinator's, is refused: the reason is written to its key `refused`.
+        members: the present members; they are not in the result. A rank that was lost or has left several
+        times, or that joined too slowly, is not in the result until its delay is over. A rank that reports a
+        problem, or whose record differs from the coordinator's, is refused: the reason is written to its key
+        `refused`.
         """
         there = {member.number for member in members}
         admitted = []
@@ -176,6 +181,14 @@ class Coordinator:
         """The members of `view` whose process has ended: a newer process of the same rank asks to join."""
         newer = {each.number: each.incarnation for each in self._applicants(view.numbers)}
         return [each for each in view.members if newer.get(each.number, 0) > each.incarnation]
+
+    def postpone(self, members: Iterable[Member], seconds: float) -> float:
+        """Let members join again only after a delay, once they are left out; returns the delay in seconds.
+
+        seconds: how long the other members have waited for them.
+        """
+        self._slow |= {member.number: SLOW_FACTOR * seconds for member in members}
+        return SLOW_FACTOR * seconds
 
     def end(self, outcome: str, reason: str) -> None:
         """Announce the end of the run to the ranks that wait to join.
@@ -209,16 +222,17 @@ class Coordinator:
                 self._drop(member, is_lost=True)
 
     def _drop(self, member: Member, is_lost: bool) -> None:
-        """Leave out this incarnation of a member for good.
+        """Leave out this incarnation of a member for good. is_lost: whether it has not announced its end.
 
         If it is active, it learns that by its key `dropped`: it may never have seen the view that lacks it.
         """
         self._handled[member.number] = member.incarnation
+        now, (at, before) = self._clock(), self._losses.get(member.number, (-math.inf, 0.0))
+        is_calm = now - at > before + CALM_SECONDS
+        longer = min(max(SHORTEST_DELAY_SECONDS, 2 * before), LONGEST_DELAY_SECONDS)
+        delay = self._slow.pop(member.number, 0.0 if is_calm else longer)
+        self._losses[member.number] = now, delay
         if is_lost:
-            now, (at, before) = self._clock(), self._losses.get(member.number, (-math.inf, 0.0))
-            is_calm = now - at > before + CALM_SECONDS
-            longer = max(SHORTEST_DELAY_SECONDS, 2 * before)
-            self._losses[member.number] = now, 0.0 if is_calm else min(longer, LONGEST_DELAY_SECONDS)
             self._keys.set(f"dropped/{member.number}", str(member.incarnation))
 
     def _await_acceptance(self, view: View, is_dead: Callable[[Member], bool]) -> list[Member]:
@@ -248,7 +262,7 @@ class Coordinator:
         return found
 
     def _delay_of(self, number: int) -> float:
-        """Seconds until a member that was lost may join: 0 after a first loss, then longer with each."""
+        """Seconds until a member that was left out may join: 0 the first time, then longer each time."""
         at, delay = self._losses.get(number, (0.0, 0.0))
         return at + delay - self._clock() if delay else 0.0
 

@@ -53,7 +53,7 @@ LOST_STORE = (
     f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
     "Its host is off, asleep or cut off, or its rank is frozen."
 )
-LATE = "still computes a step that the others have completed, for longer than local_grace allows"
+LATE = "still computes a step that the others have completed, for longer than local_grace allows."
 SUPERSEDED = "Other hosts have elected another coordinator. This one joins it."
 
 
@@ -105,6 +105,10 @@ class Membership:
         self.is_store_lost = False
         self._uses_store = False  # whether the training thread uses the store, and may wait for it for ever
         self._suspects: set[tuple[int, int]] = set()  # number and incarnation of members that may be lost
+        self._joining: tuple[float, Collection[Member]] = (
+            0.0,
+            (),
+        )  # since when the members wait for which ranks
         self._looked = -math.inf, (0, 0)  # time of the last look at all requests; their number, the view
         self._wanted = False  # whether a member leaves or a rank asks to join
         self._leaving = threading.Event()
@@ -187,7 +191,9 @@ class Membership:
             view = replace(before, kind=self._kind)
             if self._is_superseded:
                 raise Retryable(SUPERSEDED)
+            self.complete()
             self.view = self._coordinator.next_view(view, self._is_dead, seconds)
+            self._joining = time.monotonic(), _additional(self.view, before)
         else:
             self._guard(lambda follower: follower.ready(before.generation))
             self.view = self._guard(
@@ -241,6 +247,16 @@ class Membership:
         with contextlib.suppress(RuntimeError, Retryable), self._using_store():
             self._keys.set(f"broken/{self.view.generation}", self.interruption())
 
+    def complete(self) -> None:
+        """Announce on this rank that all members of the view have what they need to train."""
+        self._joining = 0.0, ()
+
+    def why_broken_off(self) -> str:
+        """What another member has given to `break_off` in the current view; "" if nothing."""
+        with contextlib.suppress(RuntimeError, Retryable), self._using_store():
+            return self._keys.get(f"broken/{self.view.generation}")
+        return ""
+
     @property
     def is_first(self) -> bool:
         """Whether the run starts with the current view. If not, this rank has joined a run that trains."""
@@ -281,10 +297,9 @@ class Membership:
             raise lost_store(error) from None
 
     def _report(self, before: View) -> None:
-        then = {(each.number, each.incarnation) for each in before.members}
-        now = {(each.number, each.incarnation) for each in self.view.members}
-        gone = [str(each) for each in before.members if (each.number, each.incarnation) not in now]
-        new = [str(each) for each in self.view.members if (each.number, each.incarnation) not in then]
+        gone, new = (
+            list(map(str, _additional(*views))) for views in ((before, self.view), (self.view, before))
+        )
         parts = [f"without {', '.join(gone)}"] if gone else []
         parts += [f"with {', '.join(new)}"] if new else []
         hosts = len({each.record.host for each in self.view.members})
@@ -340,14 +355,18 @@ class Membership:
     # -- the thread that watches -----------------------------------------------------------------------
 
     def watch(
-        self, age: Callable[[int], float | None], late: Callable[[], Collection[int]] = lambda: ()
+        self,
+        age: Callable[[int], float | None],
+        late: Callable[[], Collection[int]] = lambda: (),
+        join_grace: float = math.inf,
     ) -> None:
         """Start the thread that finds lost members and ranks that ask to join or leave.
 
         age: returns the seconds since the last run status of the rank with this number; None before its first
-        run status. late: returns the numbers of the ranks for which the others no longer wait.
+        run status. late: returns the numbers of the ranks for which the others no longer wait. join_grace:
+        seconds after which they no longer wait for a rank that joins.
         """
-        self._age, self._late = age, late
+        self._age, self._late, self._join_grace = age, late, join_grace
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
 
     def stop(self) -> None:
@@ -431,17 +450,27 @@ class Membership:
         others = [*replaced, *silent, *late]
         suffices = coordinator.suffices(member for member in view.members if member not in others)
         if self.env.rank in numbers and suffices and self._candidacy:
-            self._end_process(Retryable(f"This rank {LATE}. They elect another coordinator."))
+            self._end_process(Retryable(f"This rank {LATE} They elect another coordinator."))
         if self.env.rank in numbers or not suffices:
             late = []  # the run could not continue without them
+        began, joining = self._joining
+        waited = time.monotonic() - began
+        slow = joining if waited > self._join_grace else ()
+        minutes = coordinator.postpone(slow, waited) / 60
         for members, why in (
-            (replaced, "has started again"),
-            (silent, "sends no status, and its health endpoint does not answer"),
+            (replaced, "has started again."),
+            (silent, "sends no status, and its health endpoint does not answer."),
             (late, LATE),
+            (
+                slow,
+                f"has not received the state of the run within {waited:.0f} s (join_grace), while the others "
+                f"waited: its link is slow, or its host is busy. They continue without it, and it may join "
+                f"again in {minutes:.0f} min.",
+            ),
         ):
             if members:
                 self._suspects |= {(member.number, member.incarnation) for member in members}
-                self._break(view, f"{', '.join(map(str, members))} {why}.")
+                self._break(view, f"{', '.join(map(str, members))} {why}")
         if has_requests:
             self._wanted = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
 
@@ -491,6 +520,11 @@ class Membership:
     def _query(self, member: Member) -> EndpointResult:
         address = EndpointAddress.parse(member.record.endpoint)
         return query(address, False, QUERY_SECONDS).result if address else EndpointResult.UNKNOWN
+
+
+def _additional(view: View, other: View) -> list[Member]:
+    """The members of `view` that `other` does not have."""
+    return [each for each in view.members if not other.has(each.number, each.incarnation)]
 
 
 def lost_store(error: RuntimeError) -> Retryable:

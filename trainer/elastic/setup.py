@@ -19,7 +19,7 @@ from trainer.config import ConfigError
 from trainer.data.dataset import Dataset
 from trainer.data.loader import equal_split
 from trainer.distributed.consistency import Record
-from trainer.distributed.process_group import CPU, Collectives, Peer
+from trainer.distributed.process_group import CPU, Collectives, Peer, PeerLost
 from trainer.elastic import prefetch
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
@@ -192,7 +192,10 @@ class ElasticSetup(RunSetup):
             self._is_new, self._kept_term = False, kept.term
             state = State(kept.meta, {}, {}) if self.env.is_coordinator else None
             del kept
-        self.connect_members(self.joined.view, state)
+        try:
+            self.connect_members(self.joined.view, state)
+        except PeerLost as error:
+            raise PeerLost(self.joined.why_broken_off() or str(error)) from None
         if state:
             step = self.train_state.step
             text = f"Continuing from the copy of step {step} in the memory of this host."

@@ -195,7 +195,7 @@ class ElasticTrainer(Trainer):
         if isinstance(self.sync, Local) and self.env.is_coordinator:
             sync, optimizer = self.sync, self.optimizer
             self.membership.send_state = lambda store: prefetch.send_state(store, sync, optimizer)
-        self.membership.watch(watchdog.status_age, late)
+        self.membership.watch(watchdog.status_age, late, self.config.join_grace)
 
     def _begin(self) -> None:
         super()._begin()
@@ -342,6 +342,7 @@ class ElasticTrainer(Trainer):
                 self._begin()
                 self.reporter.train_state.checkpoint = before.checkpoint
                 self._read_first_batch(self.reporter.train_state.step)
+                self.membership.complete()
                 break
             except PeerLost as error:
                 self.membership.break_off(str(error))
