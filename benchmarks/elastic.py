@@ -41,7 +41,8 @@ RUNS = "/var/lib/nanofleet/runs"
 AWAY_SECONDS = 20.0
 CALM_STEPS = 5  # of all ranks before the next event
 POLL_SECONDS = 1.0
-AGAIN = re.compile(r"The ranks continue after step (\d+), .* stopped\. (\d+) step\(s\) are trained again")
+AGAIN = re.compile(r"The ranks continue after step (\d+), .* MB\. (\d+) step\(s\) are trained again")
+SENT = re.compile(r"The ranks continue after step .* has sent ([\d,.]+) MB\.")
 RANK = "pgrep -u nanofleet -f -- '-u -m trainer train'"
 SETTINGS = {
     "depth": 4,
@@ -133,6 +134,12 @@ class Lab:
         hosts = range(1, self.hosts + 1)
         return repeated(self.inside(host, f"cat {RUNS}/{self.run_id}/train.log") for host in hosts)
 
+    def sent(self) -> float:
+        """The MB that the ranks have sent in changes of the members, from the train.log of each host."""
+        hosts = range(1, self.hosts + 1)
+        logs = (self.inside(host, f"cat {RUNS}/{self.run_id}/train.log") for host in hosts)
+        return sum(float(found.replace(",", "")) for log in logs for found in SENT.findall(log))
+
     def wait(self, holds: Callable[[], bool], what: str, seconds: float = 300) -> None:
         """Read metrics.jsonl until `holds` returns True.
 
@@ -163,21 +170,27 @@ class Event:
     """An event on a host.
 
     plant: a function that makes the event happen. fix: a function that ends the event, called when the host
-    has been away for AWAY_SECONDS; None if the host returns by itself.
+    has been away for AWAY_SECONDS; None if the host returns by itself. is_elastic: whether only an elastic
+    run has this event.
     """
 
     name: str
     plant: Callable[[], object]
     fix: Callable[[], object] | None = None
+    is_elastic: bool = False
 
 
 def events(lab: Lab, host: int) -> list[Event]:
-    """All events for a host. host: its number."""
+    """All events for a host but those of playbooks. host: its number."""
     name, unit = lab.host(host), f"nanofleet-{lab.run_id}"
     gateway = lab.inside(host, "ip -4 route show default").split()[2]
     starts = f"systemctl reset-failed {unit}; systemctl start nanofleet@{lab.run_id}"
+    agent = f"$(systemctl show --property MainPID --value {unit})"
+    # as systemd-suspend.service
+    sleeps = f"-p Requires=sleep.target -p After=sleep.target sleep {AWAY_SECONDS:.0f}"
     return [
         Event("kill -9 of the rank", lambda: lab.inside(host, f"kill -9 $({RANK})")),
+        Event("kill -9 of torchrun", lambda: lab.inside(host, f"kill -9 {agent}")),
         Event("power cut", lambda: lab.podman("kill", name), lambda: lab.podman("start", name)),
         Event("freeze", lambda: lab.podman("pause", name), lambda: lab.podman("unpause", name)),
         Event(
@@ -190,8 +203,19 @@ def events(lab: Lab, host: int) -> list[Event]:
             lambda: lab.inside(host, f"systemctl stop {unit}"),
             lambda: lab.inside(host, starts),
         ),
+        Event("sleep", lambda: lab.inside(host, f"systemd-run --quiet --no-block {sleeps}"), is_elastic=True),
         Event("reboot", lambda: lab.podman("restart", "--time", "30", name)),
     ]
+
+
+def leave(lab: Lab, host: int) -> Event:
+    """The event that a person takes a host out of the run, and in again. host: its number."""
+    return Event(
+        "stop.yml -e leave",
+        lambda: lab.play("stop.yml", run_id=lab.run_id, leave=lab.host(host)),
+        lambda: lab.play("train.yml", run_id=lab.run_id),
+        is_elastic=True,
+    )
 
 
 def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
@@ -200,13 +224,13 @@ def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
     next_step: seconds from the event to the first step after the interruption. pause: seconds between that
     step and the step before it. repeated: the number of steps that were trained again.
     elastic: whether the run is elastic. If True, the figures also have `return` (seconds from the end of the
-    event to the first step of all ranks), join_pause (seconds between that step and the step before it) and
-    changes (the number of changes of the members).
+    event to the first step of all ranks), join_pause (seconds between that step and the step before it),
+    changes (the number of changes of the members) and megabytes (what the ranks have sent in these changes).
     """
     lab.read()
     calm = time.time()
     lab.wait(lambda: len(lab.after(calm)) >= CALM_STEPS, f"{CALM_STEPS} steps before {event.name}")
-    repeated = lab.repeated()
+    repeated, sent = lab.repeated(), lab.sent()
     planted = time.time()
     event.plant()
     fixed = time.time()
@@ -218,7 +242,8 @@ def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
         event.fix()
     if elastic:
         figures = _elastic_figures(lab, planted, fixed)
-        return {**figures, "repeated": float(lab.repeated() - repeated)}
+        counts = {"repeated": float(lab.repeated() - repeated), "megabytes": lab.sent() - sent}
+        return {**figures, **counts}
     return _restart_figures(lab, planted, fixed)
 
 
@@ -339,7 +364,9 @@ def run(args: argparse.Namespace, elastic: bool, repeats: int, content: dict[str
         lab.wait(lambda: len(lab.steps) > 20, "20 steps")
         quiet = list(lab.steps.values())[2:]
         content[f"{key}_step_seconds"] = round(statistics.median(quiet), 3)
-        asked = [each for each in events(lab, lab.hosts) if not args.only or each.name in args.only]
+        possible = [*events(lab, lab.hosts), leave(lab, lab.hosts)]
+        possible = [each for each in possible if elastic or not each.is_elastic]
+        asked = [each for each in possible if not args.only or each.name in args.only]
         found: dict[str, list[dict[str, float]]] = {event.name: [] for event in asked}
         for repeat in range(repeats):
             for event in asked:
@@ -381,6 +408,7 @@ HEAD = (
     "steps trained again",
     "back after, s",
     "pause when it joins, s",
+    "sent in both changes, MB",
     "`elastic=false`: next step after, s",
     "steps trained again",
 )
@@ -402,10 +430,11 @@ def table(content: Mapping[str, Any]) -> str:
             f"{row['repeated']:.0f}",
             f"{row['return']:.0f}",
             f"{row['join_pause']:.1f}",
+            f"{row['megabytes']:.0f}" if "megabytes" in row else "-",
         ]
         cells += [f"{beside['next_step']:.0f}", f"{beside['repeated']:.0f}"] if beside else ["-", "-"]
-        rows.append(cells if restarts else cells[:6])
-    return markdown_table([HEAD if restarts else HEAD[:6], *rows], aligned=False)
+        rows.append(cells if restarts else cells[:7])
+    return markdown_table([HEAD if restarts else HEAD[:7], *rows], aligned=False)
 
 
 def block(content: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ MARK = "failover"  # of the result in docs/explanation/elastic.md
 SETTINGS = {**elastic.SETTINGS, "elastic": "true"}
 HEAD = ("event at the coordinator", "next step after, s", "steps trained again", "all train after, s")
 WAIT_SECONDS = 240.0
-REPEATED_STEPS = 15  # about the most that an event repeats
+REPEATED_STEPS = 60  # more than an event repeats, and enough for copies at their usual interval
 
 
 def status(lab: Lab) -> dict[str, Any]:

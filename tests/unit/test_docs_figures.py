@@ -109,8 +109,8 @@ def test_the_cost_of_a_leave_follows_from_the_times_of_the_steps() -> None:
 
 def test_the_table_of_leaves_and_joins_has_a_line_per_event() -> None:
     event = {"event": "freeze", "next_step": 9.94, "pause": 8.0, "repeated": 3.0, "return": 45.2}
-    event["join_pause"] = 3.5
-    row = "| freeze | 9.9 | 8.0 | 3 | 45 | 3.5 |"
+    event |= {"join_pause": 3.5, "megabytes": 88.2}
+    row = "| freeze | 9.9 | 8.0 | 3 | 45 | 3.5 | 88 |"
     assert elastic.table({"elastic": [event]}).splitlines()[2:] == [row]
     beside = {"event": "freeze", "next_step": 60.0, "repeated": 30.0}
     assert elastic.table({"elastic": [event], "restart": [beside]}).splitlines()[2:] == [f"{row} 60 | 30 |"]

@@ -57,8 +57,13 @@ def test_the_paragraph_has_the_figures() -> None:
 
 
 def test_steps_that_were_trained_again_count_once_for_all_hosts() -> None:
-    line = "The ranks continue after step {}, 4.2 s after they stopped. {} step(s) are trained again."
-    logs = [line.format(90, 3), "\n".join([line.format(90, 4), line.format(200, 1)]), line.partition(".")[0]]
+    line = "The ranks continue after step {}, 4.2 s after they stopped; this rank has sent 1.2 MB. "
+    line += "{} step(s) are trained again."
+    logs = [
+        line.format(90, 3),
+        "\n".join([line.format(90, 4), line.format(200, 1)]),
+        line.partition(" {} step(s)")[0],
+    ]
     assert elastic.repeated(logs) == 5
 
 

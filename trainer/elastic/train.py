@@ -367,11 +367,13 @@ class ElasticTrainer(Trainer):
     def _report_change(self, reached: int, stopped_at: float) -> None:
         """Report the members that train now. reached, stopped_at: the step and the time before the change."""
         step, seconds = self.reporter.train_state.step, time.monotonic() - stopped_at
+        megabytes = self.group.bytes_sent / 1e6  # the group has been connected since
         self._report_members()
         again = f" {reached - step} step(s) are trained again." if reached > step else ""
         self.log.info(
-            f"The ranks continue after step {step}, {seconds:.1f} s after they stopped.{again}",
-            extra=fields("members changed", step=step, reached=reached, seconds=seconds),
+            f"The ranks continue after step {step}, {seconds:.1f} s after they stopped; this rank has sent "
+            f"{megabytes:,.1f} MB.{again}",
+            extra=fields("members changed", step=step, reached=reached, seconds=seconds, megabytes=megabytes),
         )
 
     def _report_members(self) -> None:
