@@ -19,7 +19,7 @@ from .three import NAME, Three
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-RUN_ID, STEPS, LAST = "elastic", 1500, 3
+RUN_ID, STEPS, LAST = "elastic", 2200, 3
 RUN_DIR = f"/var/lib/nanofleet/runs/{RUN_ID}"
 MODEL = {
     "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "total_batch_size": 3072,
