@@ -32,8 +32,9 @@ FIRST_SECONDS = 45.0  # at the start of a run, for all hosts to arrive
 VIEW_SECONDS = 60.0  # for a member to be in a view after it is ready
 QUORUM_SECONDS = 40.0  # after a loss, for a majority to be there again; members that are left wait as long
 CALM_SECONDS = 60.0  # a member that is lost again sooner waits before it may join again
-LEAVE_CALM_SECONDS = 20.0  # the same for one that leaves in order, which costs the others less
 SHORTEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 5.0, 120.0
+# The same for a member that leaves in order, which costs the others less.
+LEAVE_CALM_SECONDS, LONGEST_LEAVE_DELAY_SECONDS = 20.0, 20.0
 SLOW_FACTOR = (
     20  # a rank that joins too slowly waits that many times the pause of the others: 5 % of the time
 )
@@ -229,9 +230,13 @@ class Coordinator:
         """
         self._handled[member.number] = member.incarnation
         now, (at, before) = self._clock(), self._losses.get(member.number, (-math.inf, 0.0))
-        is_calm = now - at > before + (CALM_SECONDS if is_lost else LEAVE_CALM_SECONDS)
-        longer = min(max(SHORTEST_DELAY_SECONDS, 2 * before), LONGEST_DELAY_SECONDS)
-        delay = self._slow.pop(member.number, 0.0 if is_calm else longer)
+        calm, longest = (
+            (CALM_SECONDS, LONGEST_DELAY_SECONDS)
+            if is_lost
+            else (LEAVE_CALM_SECONDS, LONGEST_LEAVE_DELAY_SECONDS)
+        )
+        longer = min(max(SHORTEST_DELAY_SECONDS, 2 * before), longest)
+        delay = self._slow.pop(member.number, 0.0 if now - at > before + calm else longer)
         self._losses[member.number] = now, delay
         if is_lost:
             self._keys.set(f"dropped/{member.number}", str(member.incarnation))
