@@ -66,7 +66,7 @@ def test_waits_grow_without_progress_and_end_with_it(tmp_path: Path) -> None:
     assert policy.wait_after(1000) == 60
     lines = attempt_history.history(tmp_path)
     assert [line["step"] for line in lines] == [10, 8, 10, 9, 11, 11]
-    assert [line["asked_anew"] for line in lines] == [True, False, False, False, False, False]
+    assert [line["requested"] for line in lines] == [True, False, False, False, False, False]
     assert lines[0]["outcome"] == "retryable"
     assert lines[0]["seconds"] >= 0
 
@@ -152,7 +152,7 @@ def test_giving_up_is_written_down(tmp_path: Path) -> None:
 
 def test_one_that_was_killed_once_too_often_gets_an_outcome(tmp_path: Path) -> None:
     (tmp_path / "heartbeat-0.json").write_text('{"pid": 1, "step": 3, "phase": "sync"}')
-    (tmp_path / "attempt.json").write_text('{"pid": 1, "asked_anew": true}')
+    (tmp_path / "attempt.json").write_text('{"pid": 1, "requested": true}')
     assert main(["again", "--run-dir", str(tmp_path), "--first-must-step", "--wait"]) == 1
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert outcome["settled"]
@@ -207,7 +207,7 @@ def test_an_announced_attempt_that_begins_is_one(tmp_path: Path) -> None:
     assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0
     attempt(tmp_path, "retryable", 5)
     assert not (tmp_path / "announced.json").exists()
-    assert [(line["step"], line["asked_anew"]) for line in attempt_history.history(tmp_path)] == [(5, True)]
+    assert [(line["step"], line["requested"]) for line in attempt_history.history(tmp_path)] == [(5, True)]
     killed = Attempt(tmp_path, RankEnv())
     killed.begin()
     (tmp_path / "heartbeat-0.json").write_text(json.dumps({"pid": os.getpid(), "step": 7, "phase": "sync"}))

@@ -39,7 +39,7 @@ def history(run_dir: Path) -> list[Line]:
     """The lines of attempts.jsonl in a run directory, the oldest first; damaged lines are left out.
 
     A line is a dict with the keys KEYS (outcome, reason, step and others), settled (whether no attempt
-    follows), alone (see OutcomeRecord), began (Unix time) and `asked_anew` (whether a person requested the
+    follows), alone (see OutcomeRecord), began (Unix time) and `requested` (whether a person requested the
     attempt).
     """
     try:
@@ -72,7 +72,7 @@ def is_requested(run_dir: Path) -> bool:
 
 def was_requested(run_dir: Path) -> bool:
     """Whether the running attempt was requested by a person; False for a restart."""
-    return bool(_load(run_dir / RUNNING).get("asked_anew", True))
+    return bool(_load(run_dir / RUNNING).get("requested", True))
 
 
 def has_stepped(run_dir: Path) -> bool:
@@ -88,7 +88,7 @@ def announce(run_dir: Path) -> None:
 
     An earlier attempt that has no line in attempts.jsonl gets one. Errors of the disk are ignored.
     """
-    content = {"began": time.time(), "asked_anew": is_requested(run_dir)}
+    content = {"began": time.time(), "requested": is_requested(run_dir)}
     with contextlib.suppress(OSError):  # the attempt itself reports a full disk
         if line := unrecorded(run_dir):
             _add(run_dir, line)
@@ -109,7 +109,7 @@ def begin(run_dir: Path) -> None:
         "pid": os.getpid(),
         "boot_id": _boot_id(),
         "began": time.time(),
-        "asked_anew": announced.get("asked_anew", is_requested(run_dir)),
+        "requested": announced.get("requested", is_requested(run_dir)),
     }
     write_json(run_dir / RUNNING, running)
     (run_dir / ANNOUNCED).unlink(missing_ok=True)
@@ -175,7 +175,7 @@ def _killed_attempt(run_dir: Path) -> Line:
 
 
 def _start_of(running: Line) -> Line:
-    return {"began": running.get("began"), "asked_anew": running.get("asked_anew", False)}
+    return {"began": running.get("began"), "requested": running.get("requested", False)}
 
 
 def _end_of_log(log: Path) -> tuple[str, float | None]:

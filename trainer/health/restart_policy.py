@@ -58,7 +58,7 @@ def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> R
     if line := attempt_history.unrecorded(run_dir):
         lines.append(line)
     fruitless, last = _fruitless(lines), lines[-1] if lines else {}
-    if first_must_step and last.get("asked_anew") and not attempt_history.has_stepped(run_dir):
+    if first_must_step and last.get("requested") and not attempt_history.has_stepped(run_dir):
         return RestartDecision(False, f"The first attempt made no step: {_reason(last)}")
     why = f"The last attempt: {_reason(last)}"
     if fruitless > limit:
@@ -113,7 +113,7 @@ def _fruitless(lines: list[dict[str, Any]]) -> int:
     """
     count, furthest = 0, -1
     for line in lines:
-        if line.get("asked_anew"):
+        if line.get("requested"):
             count, furthest = 0, -1
         step = int(line.get("step") or 0)
         count = 1 if step > furthest else count + 1
