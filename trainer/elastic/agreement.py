@@ -35,9 +35,7 @@ CALM_SECONDS = 60.0  # a member that is lost again sooner waits before it may jo
 SHORTEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 5.0, 120.0
 # The same for a member that leaves in order, which costs the others less.
 LEAVE_CALM_SECONDS, LONGEST_LEAVE_DELAY_SECONDS = 20.0, 20.0
-SLOW_FACTOR = (
-    20  # a rank that joins too slowly waits that many times the pause of the others: 5 % of the time
-)
+SLOW_FACTOR = 20  # a rank that joined too slowly waits that many times the pause of the others
 ADDED_RANKS = 16  # the most ranks that are added to an active run
 
 
@@ -74,7 +72,9 @@ class Coordinator:
         self._clock, self._sleep, self._is_replaced = clock, sleep, is_replaced
         self._numbers = range(1, world_size + ADDED_RANKS)  # of the ranks that may join
         self._losses: dict[int, tuple[float, float]] = {}  # number -> when it was left out, its delay then
-        self._slow: dict[int, float] = {}  # number -> seconds in which it did not join; it is left out next
+        self._slow: dict[
+            int, float
+        ] = {}  # number -> its delay when it is left out, because it joins too slowly
         self._handled: dict[int, int] = {}  # number -> incarnation that was refused, has left or is lost
 
     def first_view(

@@ -191,7 +191,7 @@ class Membership:
             view = replace(before, kind=self._kind)
             if self._is_superseded:
                 raise Retryable(SUPERSEDED)
-            self.complete()
+            self.end_join()
             self.view = self._coordinator.next_view(view, self._is_dead, seconds)
             self._joining = time.monotonic(), _additional(self.view, before)
         else:
@@ -247,12 +247,12 @@ class Membership:
         with contextlib.suppress(RuntimeError, Retryable), self._using_store():
             self._keys.set(f"broken/{self.view.generation}", self.interruption())
 
-    def complete(self) -> None:
-        """Announce on this rank that all members of the view have what they need to train."""
+    def end_join(self) -> None:
+        """Stop the measurement of how long the members wait for new ones: these can train."""
         self._joining = 0.0, ()
 
     def why_broken_off(self) -> str:
-        """What another member has given to `break_off` in the current view; "" if nothing."""
+        """The reason for which a member called `break_off` in the current view; "" if none did."""
         with contextlib.suppress(RuntimeError, Retryable), self._using_store():
             return self._keys.get(f"broken/{self.view.generation}")
         return ""
@@ -453,26 +453,30 @@ class Membership:
             self._end_process(Retryable(f"This rank {LATE} They elect another coordinator."))
         if self.env.rank in numbers or not suffices:
             late = []  # the run could not continue without them
-        began, joining = self._joining
-        waited = time.monotonic() - began
-        slow = joining if waited > self._join_grace else ()
-        minutes = coordinator.postpone(slow, waited) / 60
         for members, why in (
             (replaced, "has started again."),
             (silent, "sends no status, and its health endpoint does not answer."),
             (late, LATE),
-            (
-                slow,
-                f"has not received the state of the run within {waited:.0f} s (join_grace), while the others "
-                f"waited: its link is slow, or its host is busy. They continue without it, and it may join "
-                f"again in {minutes:.0f} min.",
-            ),
+            self._slow_joiners(coordinator),
         ):
             if members:
                 self._suspects |= {(member.number, member.incarnation) for member in members}
                 self._break(view, f"{', '.join(map(str, members))} {why}")
         if has_requests:
             self._wanted = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
+
+    def _slow_joiners(self, coordinator: Coordinator) -> tuple[Collection[Member], str]:
+        """The new members for which the others have waited for too long, and why they no longer do."""
+        began, joining = self._joining
+        waited = time.monotonic() - began
+        if not joining or waited <= self._join_grace:
+            return (), ""
+        minutes = coordinator.postpone(joining, waited) / 60
+        return joining, (
+            f"has not received the state of the run within {waited:.0f} s (join_grace), while the others "
+            "waited: its link is slow, or its host is busy. They continue without it, and it may join again "
+            f"in {minutes:.0f} min. To give it longer, stop the run and start it with -e join_grace=SECONDS."
+        )
 
     def _serve(self, view: View, keys: SignedKeys) -> None:
         """On the coordinator, start to send the shared state to ranks that have asked for it."""

@@ -342,7 +342,7 @@ class ElasticTrainer(Trainer):
                 self._begin()
                 self.reporter.train_state.checkpoint = before.checkpoint
                 self._read_first_batch(self.reporter.train_state.step)
-                self.membership.complete()
+                self.membership.end_join()
                 break
             except PeerLost as error:
                 self.membership.break_off(str(error))
