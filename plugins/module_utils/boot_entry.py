@@ -11,9 +11,10 @@ only: systemd stops the unit before the host sleeps, and starts it again when th
 
 NAME is the name of the transient unit without `nanofleet-`. The script runs a command, the condition, as the
 unit's user, and appends one argument: `boot` after the host has booted or woken, `end` after the unit has
-ended (ExecStopPost). If the condition exits with status 1, the script removes the boot entry. After a boot,
-status 0 starts the unit, and any other status keeps the entry for the next boot. Root executes no file that
-the unit's user can write. Standard library only. Used by transient_unit and run_state.
+ended (ExecStopPost), `killed` if it has ended because SIGKILL ended a process of it. If the condition exits
+with status 1, the script removes the boot entry. After a boot, status 0 starts the unit, and any other status
+keeps the entry for the next boot. Root executes no file that the unit's user can write. Standard library
+only. Used by transient_unit and run_state.
 """
 
 from __future__ import annotations
@@ -70,11 +71,12 @@ event=${{1:-boot}}
 case $event in
   sleep) {is_active} || exit 0; : > {slept}; exec {stop} ;;
   wake) [ -e {slept} ] || exit 0; rm -f {slept}; event=boot ;;
+  end) case $EXIT_STATUS in KILL|137) event=killed ;; esac ;;
 esac
 {condition} "$event"
 case $?-$event in
   0-boot) {reset} 2>/dev/null; exec {start} ;;
-  0-end) exit 0 ;;
+  0-end|0-killed) exit 0 ;;
   1-*)
     {disable}; {disable_sleep} 2>/dev/null
     rm -rf {allowed}; rm -f {script}; rmdir {folder} 2>/dev/null && rm -f {templates}; exit 0 ;;

@@ -232,7 +232,13 @@ def test_a_host_that_went_down_resumes_its_run_unless_it_is_over(tmp_path: Path)
     assert main(asks) == 0
     assert not list(tmp_path.glob("outcome*")), "else the unit's own condition would end it"
     assert main(["again", "--run-dir", str(tmp_path)]) == 0
+    two = Attempt(tmp_path, RankEnv())
+    two.begin()
+    two.end("stopped", "Asked to end by SIGTERM.", settled=False)
+    assert main([*asks[:-1], "killed"]) == 0, "the main process was killed, and systemd has ended the ranks"
+    assert not list(tmp_path.glob("outcome*"))
     (tmp_path / "stop").touch()
+    assert main([*asks[:-1], "killed"]) == 1, "the main process was killed while the run stopped"
     assert main(asks) == 1, "stop.yml asked, then the power was cut"
     (tmp_path / "stop").unlink()
     for outcome in policy.SETTLED:

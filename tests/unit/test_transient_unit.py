@@ -72,8 +72,11 @@ def test_a_run_returns_after_a_boot_until_it_is_stopped(
     assert len(called(systemd, "systemd-run ")) == 1, (
         "an end that is to be followed by a restart starts nothing"
     )
+    for status in ("KILL", "137", "1"):
+        environment = {**os.environ, "EXIT_STATUS": status}
+        subprocess.run(["/bin/sh", str(script), "end"], check=True, env=environment)
     asked = (systemd / "asked").read_text().splitlines()
-    assert [line.rsplit(" ", 1)[1] for line in asked] == ["boot", "end"]
+    assert [line.rsplit(" ", 1)[1] for line in asked] == ["boot", "end", "killed", "killed", "end"]
     (systemd / "condition").write_text("75")
     assert subprocess.run(["/bin/sh", str(script)], check=False).returncode == 1
     assert script.exists(), "the condition could not be asked: it is, when the host boots again"

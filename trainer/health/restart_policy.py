@@ -68,11 +68,12 @@ def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> R
 
 
 def judge_after_boot(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
-    """Decide, after the host has booted, whether to restart a run that the shutdown of the host has ended.
+    """Decide whether to restart a run whose ranks SIGTERM has ended although nobody asked the run to stop.
 
-    run_dir, limit: as for `judge`. An orderly shutdown ends the ranks by SIGTERM: their outcome is `stopped`
-    and not settled. This function deletes such outcome files. If the run directory has a file named stop,
-    a person has asked the run to stop, and it is not restarted.
+    run_dir, limit: as for `judge`. An orderly shutdown of the host ends the ranks by SIGTERM, and systemd
+    does if the main process of their unit was killed: their outcome is `stopped` and not settled. This
+    function deletes such outcome files. If the run directory has a file named stop, a person has asked the
+    run to stop, and it is not restarted.
     """
     if (run_dir / "stop").exists():
         return RestartDecision(False, "stopped: the run was asked to stop before the host went down")
@@ -139,10 +140,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--at",
-        choices=("restart", "boot", "end"),
+        choices=("restart", "boot", "end", "killed"),
         default="restart",
         help="boot: for a host that has just booted, whose shutdown is no reason to end the run; end: "
-        "whether a run whose attempt has just ended is started again at a boot (%(default)s)",
+        "whether a run whose attempt has just ended is started again at a boot; killed: the same if the "
+        "main process of the unit was killed, so that systemd has ended the ranks (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -153,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     With --wait, before another attempt: sleeps, then writes announced.json. With --wait, if no attempt
     follows: sets `settled` in outcome.json to true.
     """
-    if args.at == "boot":
+    if args.at in ("boot", "killed"):
         decision = judge_after_boot(args.run_dir, args.limit)
     elif args.at == "end":
         decision = judge_at_end(args.run_dir, args.limit)
