@@ -203,7 +203,12 @@ def events(lab: Lab, host: int) -> list[Event]:
             lambda: lab.inside(host, f"systemctl stop {unit}"),
             lambda: lab.inside(host, starts),
         ),
-        Event("sleep", lambda: lab.inside(host, f"systemd-run --quiet --no-block {sleeps}"), is_elastic=True),
+        Event(
+            "sleep",
+            lambda: lab.inside(host, f"systemd-run --quiet --no-block {sleeps}"),
+            lambda: None,  # it wakes by itself
+            is_elastic=True,
+        ),
         Event("reboot", lambda: lab.podman("restart", "--time", "30", name)),
     ]
 
