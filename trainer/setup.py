@@ -404,7 +404,9 @@ class RunSetup:
         return dict(model.state_dict())
 
     def _same_hosts(self, meta: Mapping[str, Any]) -> bool:
-        return meta.get("hosts") == [peer.host for peer in self.group.peers]
+        """Whether a checkpoint is of these hosts. One that was written in a change may mix two views."""
+        hosts = [peer.host for peer in self.group.peers]
+        return meta.get("hosts") == hosts and len(meta["shares"]) == len(meta["numerics"]) == len(hosts)
 
     def _restore_arithmetic(self, meta: Mapping[str, Any]) -> None:
         """Restore the number of steps; on the same hosts also batch split, formats and threads, bitwise."""

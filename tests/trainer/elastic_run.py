@@ -28,7 +28,14 @@ class ElasticRun:
         self.leader = 0  # launch rank of the coordinator
         self.processes: dict[int, RankProcess] = {}
 
-    def start(self, rank: int, fault: str = SLOW, secret: bytes = b"\x01" * 32, **knobs: Any) -> None:
+    def start(
+        self,
+        rank: int,
+        fault: str = SLOW,
+        secret: bytes = b"\x01" * 32,
+        data_dir: Path | None = None,
+        **knobs: Any,
+    ) -> None:
         secret_file = self.folder / f"secret-{rank}"
         secret_file.write_text(secret.hex(), encoding="ascii")
         environment = {
@@ -42,7 +49,13 @@ class ElasticRun:
             "LOCAL_RANK": "0",
             **self.launch(rank),
         }
-        arguments = ["train", "--data-dir", str(self.data_dir), "--run-dir", str(self.run_dir(rank))]
+        arguments = [
+            "train",
+            "--data-dir",
+            str(data_dir or self.data_dir),
+            "--run-dir",
+            str(self.run_dir(rank)),
+        ]
         arguments += ["--run-id", "test", *flags({**self.knobs, **knobs})]
         log = self.folder / f"log-{rank}"
         self.processes[rank] = RankProcess(fault.split(), arguments, environment, log)

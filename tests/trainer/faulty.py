@@ -10,8 +10,9 @@ the first ones, so many as the step says. Or a bit of a parameter that all ranks
 (halt), or it connects so many seconds later (late); step 1 stands for the first connection to them, 2 for the
 second. Or, in an elastic run, it begins to receive the state of the run so many seconds later (receive). Or
 it dies at that step as it evaluates, saves, or leaves the members of before a change (exit_evaluate,
-exit_save, exit_change; with step 0 at any). Or, in an elastic run, it writes to a file how
-many parameters it has in memory as it connects to the other members, a line each time (parameters).
+exit_save, exit_change; with step 0 at any), or it evaluates or saves so many seconds later (late_evaluate,
+late_save). Or, in an elastic run, it writes to a file how many parameters it has in memory as it connects to
+the other members, a line each time (parameters).
 
 python tests/trainer/faulty.py burn 5 8 train --data-dir ...       # at step 5, for 8 s
 """
@@ -27,8 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-# The method of the trainer in which a rank dies.
-EXITS = {"exit_evaluate": "_evaluate", "exit_save": "_save", "exit_change": "_change_members"}
+# The methods of the trainer in which a rank dies (exit_...) or waits (late_...).
+METHODS = {"evaluate": "_evaluate", "save": "_save", "change": "_change_members"}
 
 
 def plant(fault: str, step: int, seconds: float) -> None:
@@ -64,8 +65,9 @@ def plant(fault: str, step: int, seconds: float) -> None:
     if fault == "parameters":
         plant_count_of_parameters()
         return
-    if fault in EXITS:
-        plant_exit(EXITS[fault], step)
+    kind, _, method = fault.partition("_")
+    if method in METHODS:
+        plant_in_method(kind, METHODS[method], step, seconds)
         return
     if fault == "slow":
         batch_split.WINDOW_STEPS, batch_split.REST_STEPS = 3, 6
@@ -144,15 +146,17 @@ def plant_count_of_parameters() -> None:
     ElasticSetup._connect_view = call  # type: ignore[method-assign]
 
 
-def plant_exit(method: str, step: int) -> None:
-    """Let this rank die in a method of the trainer after `step`; with 0 in its first call."""
+def plant_in_method(kind: str, method: str, step: int, seconds: float) -> None:
+    """Let this rank die (exit) or wait (late) in a method of the trainer after `step`; with 0 in any call."""
     from trainer.elastic.train import ElasticTrainer
 
     sound = getattr(ElasticTrainer, method)
 
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
         if step in (0, self.reporter.train_state.step):
-            os._exit(9)
+            if kind == "exit":
+                os._exit(9)
+            time.sleep(seconds)
         return sound(self, *arguments, **named)
 
     setattr(ElasticTrainer, method, call)

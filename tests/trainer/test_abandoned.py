@@ -22,7 +22,13 @@ from trainer.host.rank_env import RankEnv
 rank, ranks, port = map(int, sys.argv[1:])
 store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
 peers = [Peer(each, f"host-{each}", "127.0.0.1") for each in range(ranks)]
-group = Collectives.open(RankEnv(rank, ranks, 0, 1, f"host-{rank}", "127.0.0.1", port), peers, store)
+group = Collectives(RankEnv(rank, ranks, 0, 1, f"host-{rank}", "127.0.0.1", port), peers)
+if rank and os.environ.get("ENDS") == "as it connects":  # one that is lost then, and one that never sends
+    dist.all_reduce = lambda tensor: sys.exit(os.kill(os.getpid(), signal.SIGKILL)) if rank == 2 else None
+try:
+    group.connect(store)
+except PeerLost:
+    assert os.environ.get("ENDS") == "as it connects"
 store.set(str(rank), "connected")
 if rank == 2:
     sys.exit(os.kill(os.getpid(), signal.SIGKILL))
@@ -77,9 +83,17 @@ print("ended")
 """
 
 
-def check(script: str, count: int) -> None:
+INCOMPLETE = """
+assert threads()
+group.abandon()
+wait_until(lambda: not (threads() or connections()), "threads or connections are left")
+print("ended")
+"""
+
+
+def check(script: str, count: int, ends: str = "") -> None:
     """Run the script on rank 0, beside ranks that connect and then wait; the third one dies."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "ENDS": ends}
     command, port = [sys.executable, "-c", RANK + script], str(free_port())
     ranks = [
         subprocess.Popen(
@@ -107,3 +121,7 @@ def test_its_threads_end_although_the_other_rank_is_alive() -> None:
 
 def test_its_connections_end_although_something_refers_to_a_collective_that_has_failed() -> None:
     check(FAILED, 3)
+
+
+def test_its_threads_end_although_it_was_not_connected_completely() -> None:
+    check(INCOMPLETE, 3, ends="as it connects")

@@ -6,6 +6,7 @@ Each case compares every loss with that of a run of one rank without any change.
 from __future__ import annotations
 
 import operator
+import random
 import shutil
 import signal
 import time
@@ -17,6 +18,8 @@ import pytest
 from conftest import losses
 from elastic_run import CALM, SLOW, STEPS, ElasticRun, check_losses
 
+from trainer.__main__ import main
+from trainer.checkpoint import storage
 from trainer.elastic.membership import LOST_STORE_SECONDS
 
 pytestmark = pytest.mark.processes
@@ -37,6 +40,10 @@ def elastic(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
     yield begin
     for run in runs:
         run.kill()
+
+
+def meta(checkpoint: Path) -> dict[str, Any]:
+    return storage.read_meta(checkpoint, files=())
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +177,29 @@ def test_a_rank_that_differs_is_refused_and_the_others_do_not_notice(
     check_losses(run, undisturbed)
 
 
+def test_a_rank_with_other_data_is_refused_and_the_others_do_not_notice(
+    elastic: Begin, undisturbed: list[float], data_dir: Path, tmp_path: Path
+) -> None:
+    source, other, draw = tmp_path / "text", tmp_path / "data", random.Random(8)
+    source.mkdir()
+    for number in range(20):
+        (source / f"{number}.txt").write_text("".join(draw.choices("abcdefgh .\n", k=2000)))
+    assert main(["prepare", "--source", str(source), "--out", str(other), "--vocab-size", "300"]) == 0
+    run = elastic(2)
+    run.reach(15)
+    run.processes[1].send_signal(signal.SIGTERM)
+    run.has_ranks(1)
+    run.finish(1)
+    changes = run.log(0).count("The ranks continue")
+    run.start(1, data_dir=other)
+    end = run.finish(1)
+    assert end["outcome"] == "final"
+    assert "host-2" in end["reason"], end
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.log(0).count("The ranks continue") == changes
+    check_losses(run, undisturbed)
+
+
 def test_a_rank_with_another_secret_is_refused_and_the_others_do_not_notice(
     elastic: Begin, undisturbed: list[float]
 ) -> None:
@@ -293,6 +323,41 @@ def test_a_rank_that_dies_in_an_evaluation_or_a_save_is_left_behind(
     assert run.processes[2].wait() == 9
     assert "continues without rank 2" in run.log(0)
     assert (run.run_dir(0) / "checkpoints" / f"step_{STEPS:06}").is_dir()
+    check_losses(run, undisturbed)
+
+
+@pytest.mark.parametrize("fault", ["late_evaluate 40 6", "late_save 40 6"])
+def test_a_rank_that_returns_in_an_evaluation_or_a_save_trains_with_the_others(
+    elastic: Begin, undisturbed: list[float], fault: str
+) -> None:
+    run = elastic(3, faults=[fault, SLOW, SLOW], eval_every=20, save_every=20, keep_checkpoints=20)
+    run.reach(15)
+    run.processes[2].send_signal(signal.SIGTERM)
+    run.has_ranks(2)
+    run.finish(2)
+    run.reach(40)
+    run.start(2)
+    time.sleep(4)  # it has asked to be admitted by then
+    assert run.status()["step"] == 40
+    run.has_ranks(3)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.finish(2)["outcome"] == "finished", run.log(2)
+    assert meta(run.run_dir(0) / "checkpoints" / "step_000040")["world_size"] == 2
+    assert meta(run.run_dir(0) / "checkpoints" / f"step_{STEPS:06}")["world_size"] == 3
+    check_losses(run, undisturbed)
+
+
+def test_fixed_shares_hold_for_the_members_that_are_left(elastic: Begin, undisturbed: list[float]) -> None:
+    run = elastic(3, shares="1,3,1", save_every=10, keep_checkpoints=20, snapshot_seconds=1)
+    run.reach(15)
+    run.lose(2)
+    run.has_ranks(2)
+    run.reach(40)
+    run.start(2)
+    run.has_ranks(3)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    shares = {tuple(meta(path)["shares"]) for path in (run.run_dir(0) / "checkpoints").glob("step_*")}
+    assert shares == {(1, 3, 1), (1, 4)}
     check_losses(run, undisturbed)
 
 

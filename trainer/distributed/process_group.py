@@ -116,27 +116,40 @@ class Collectives:
         The variables NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME select the network interface.
         """
         group = cls(env, peers)
-        group._timeout = timeout
-        if group.world_size > 1:
-            assert store is not None
-            with group._peer_errors():
-                before = abandoned.watched_sockets()
-                if device.type == "cuda":
-                    os.environ.update(NCCL_RAISES)
+        group.connect(store, device, name, timeout)
+        return group
+
+    def connect(
+        self,
+        store: dist.Store | None,
+        device: torch.device = CPU,
+        name: str = "gloo",
+        timeout: timedelta = FIRST_TIMEOUT,
+    ) -> None:
+        """Start the process group, as `open` does. After PeerLost, `abandon` ends what has been connected."""
+        self._timeout = timeout
+        if self.world_size == 1:
+            return
+        assert store is not None
+        if device.type == "cuda":
+            os.environ.update(NCCL_RAISES)
+        before = abandoned.watched_sockets()
+        with self._peer_errors():
+            try:
                 dist.init_process_group(
                     BACKENDS[device.type],
                     store=dist.PrefixStore(name, store),
-                    rank=env.rank,
-                    world_size=env.world_size,
+                    rank=self.rank,
+                    world_size=self.world_size,
                     timeout=timeout,
                 )
-                group._sockets = abandoned.watched_sockets() - before
-                dist.all_reduce(torch.zeros(1))
-                if device.type == "cuda":
-                    group.set_timeout(FIRST_NCCL_TIMEOUT)
-                    dist.all_reduce(torch.zeros(1, device=device))
-            group.set_timeout(UNMEASURED_TIMEOUT)
-        return group
+            finally:  # also those of a group that is not complete
+                self._sockets = abandoned.watched_sockets() - before
+            dist.all_reduce(torch.zeros(1))
+            if device.type == "cuda":
+                self.set_timeout(FIRST_NCCL_TIMEOUT)
+                dist.all_reduce(torch.zeros(1, device=device))
+        self.set_timeout(UNMEASURED_TIMEOUT)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of all collectives, with a private function of torch, which has no public one."""

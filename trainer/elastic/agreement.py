@@ -111,18 +111,24 @@ class Coordinator:
         return self._agree(members, 0, kind, lambda member: False)
 
     def next_view(
-        self, view: View, is_dead: Callable[[Member], bool], seconds: float = READY_SECONDS
+        self,
+        view: View,
+        is_dead: Callable[[Member], bool],
+        seconds: float = READY_SECONDS,
+        leaving: Collection[int] | None = None,
     ) -> View:
         """Agree on the view that follows `view`; returns the next view.
 
         It has the members of `view` that stay and are ready, and the ranks that ask to join. A member sets
         its key `ready` when it no longer takes part in collectives of `view`. is_dead: returns whether a
         member is lost and cannot become ready. seconds: the longest wait for members that are not lost.
+        leaving: numbers of the members that leave now; None: all that have announced it.
         Raises Retryable if fewer than min_hosts hosts remain; an elected coordinator first waits
         QUORUM_SECONDS for hosts to return.
         """
         generation, began = view.generation, self._clock()
-        leaving = {member.number for member in view.members if self._leaves(member)}
+        if leaving is None:
+            leaving = [member.number for member in self.leavers(view)]
         waiting = [m for m in view.members if m.number != self.me.number and m.number not in leaving]
         present = [self.me]
         while waiting and self._clock() - began < seconds:

@@ -175,24 +175,26 @@ class Membership:
         self._keys.add(REQUESTS, 1)
         return dist.PrefixStore(f"fetch/{token}", self.store)
 
-    def change(self, seconds: float) -> View:
+    def change(self, seconds: float, leaving: Collection[int] | None = None) -> View:
         """Agree with the other members on the next view, after a step or a loss; returns that view.
 
-        seconds: the longest wait for a member that still computes and answers; at least READY_SECONDS. Raises
+        seconds: the longest wait for a member that still computes and answers; at least READY_SECONDS.
+        leaving: on the coordinator, the ranks that leave now; None: all that have announced it. Raises
         Retryable if this rank is not in that view, or if the coordinator is lost or replaced.
         """
         seconds = max(READY_SECONDS, seconds)
         with self._using_store():
-            return self._change(seconds)
+            return self._change(seconds, leaving)
 
-    def _change(self, seconds: float) -> View:
+    def _change(self, seconds: float, leaving: Collection[int] | None) -> View:
         before = self.view
         if self._coordinator:
             view = replace(before, kind=self._kind)
-            if self._is_superseded:
+            if self.is_superseded:
                 raise Retryable(SUPERSEDED)
             self.end_join()
-            self.view = self._coordinator.next_view(view, self._is_dead, seconds)
+            numbers = None if leaving is None else [before.numbers[rank] for rank in leaving]
+            self.view = self._coordinator.next_view(view, self._is_dead, seconds, numbers)
             self._joining = time.monotonic(), _additional(self.view, before)
         else:
             self._guard(lambda follower: follower.ready(before.generation))
@@ -215,7 +217,7 @@ class Membership:
             self._uses_store = False
 
     @property
-    def _is_superseded(self) -> bool:
+    def is_superseded(self) -> bool:
         """On the coordinator, whether other hosts have elected another one."""
         return bool(self._coordinator and self._candidacy and self._candidacy.newer_term)
 
@@ -322,7 +324,7 @@ class Membership:
 
         True if a rank asks to join or leave, this rank ends, or the hosts have elected another coordinator.
         """
-        return self._wanted or self._leaving.is_set() or self._is_superseded
+        return self._wanted or self._leaving.is_set() or self.is_superseded
 
     @property
     def is_leaving(self) -> bool:
@@ -391,7 +393,7 @@ class Membership:
                     self._look(view, self._coordinator, has_requests)
                     if has_requests:
                         self._serve(view, keys)
-                    if self._is_superseded:
+                    if self.is_superseded:
                         self._break(view, SUPERSEDED)
             except RuntimeError:
                 keys = None

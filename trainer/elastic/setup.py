@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.loader import equal_split
 from trainer.distributed.consistency import Record
 from trainer.distributed.process_group import CPU, Collectives, Peer, PeerLost
-from trainer.elastic import prefetch
+from trainer.elastic import prefetch, reshard
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.membership import Membership, lost_store
@@ -89,6 +89,7 @@ class ElasticSetup(RunSetup):
     Set before `run`, besides the attributes of RunSetup:
     end_process: function that ends this process from another thread than the training thread. It must be set.
     candidacy: the elections, with coordinator_failover; else None.
+    held: after an orderly change of the members, what this rank has of the state; else nothing.
     copy: the copy of the state, on a coordinator that continues the run from its memory; else None.
     kept: with sync=local, what this rank continues from after an election; else None. `run` sets it to None.
     wait_for_checkpoint: after an election, function that waits until this process has written the state of
@@ -106,6 +107,8 @@ class ElasticSetup(RunSetup):
     kept: Kept | None = None
     wait_for_checkpoint: Callable[[], object] | None = None
     terms: list[list[int]]
+    held = reshard.Held()
+    _offers: Sequence[reshard.Held] = ()  # what each member has, if that is the whole state
     _is_new = True  # whether this rank has not taken part yet
     _kept_term: int | None = None  # term of what this rank has kept, until the coordinator's is known
 
@@ -193,7 +196,7 @@ class ElasticSetup(RunSetup):
             state = State(kept.meta, {}, {}) if self.env.is_coordinator else None
             del kept
         try:
-            self.connect_members(self.joined.view, state)
+            self.connect_members(self.joined.view, lambda: state)
         except PeerLost as error:
             raise PeerLost(self.joined.why_broken_off() or str(error)) from None
         if state:
@@ -204,6 +207,11 @@ class ElasticSetup(RunSetup):
     def _resume(self, state: State) -> None:
         if isinstance(self.sync, Local) and not self.joined.is_first:
             self._regroup(self.sync, state)
+        elif self._offers:
+            optim = reshard.reshard(self.group, self._offers, self.held, self.model, self.sync)
+            self.optimizer.load_state_dict(optim, assign=True)
+            self.sync.load(state.step, {}, {})
+            self.train_state = TrainState.from_meta(state.meta)
         else:
             super()._resume(state)
         if self.candidacy:
@@ -252,20 +260,22 @@ class ElasticSetup(RunSetup):
         if self.wait_for_checkpoint:  # the newest one of all hosts is looked for next
             self.wait_for_checkpoint()
 
-    def connect_members(self, view: View, state: State | None) -> None:
+    def connect_members(self, view: View, saved_state: Callable[[], State | None]) -> None:
         """Connect the members of `view`, and set up model, optimizer and sync mode from a state of the run.
 
-        state: on rank 0, the state from which training continues; None: the state of its newest checkpoint.
-        The other ranks pass None and receive the state; with sync=local, only new ranks receive it. The rows
-        of a step are split equally, or in proportion to the fixed shares of the members.
-        Raises PeerLost if a member is lost meanwhile.
+        If the members have the state together (`held`), each receives what it lacks. Otherwise rank 0 sends
+        the result of `saved_state` to all, or the state of its newest checkpoint if that is None; with
+        sync=local, only new ranks receive it. The rows of a step are split equally, or in proportion to the
+        fixed shares of the members. Raises PeerLost if a member is lost meanwhile.
         """
         self.run_status.enter("resume")
         self._connect_view(view)
         self.plan = dataclasses.replace(self.plan, shares=self._shares_of(view))
         if not hasattr(self, "model"):
             self._build()
-        state = state or (self._load_state() if self.env.is_coordinator else None)
+        state = self._offer_held() if self.config.sync != "local" else None
+        if self.env.is_coordinator:
+            state = state or saved_state() or self._load_state()
         state = exchange.broadcast_meta(self.group, state)
         steps = compatibility.planned_steps(state.meta, self.config, self.plan.num_iterations)
         self.plan = dataclasses.replace(self.plan, num_iterations=steps)
@@ -280,6 +290,21 @@ class ElasticSetup(RunSetup):
         self.config_digest = str(state.meta.get("config_digest") or self.config_digest)
         self._gather_facts([member.record for member in view.members])
 
+    def _offer_held(self) -> State | None:
+        """Learn what each member has of the state. On rank 0, returns a State with the meta if that is all.
+
+        If a part is missing, all of it is released.
+        """
+        self._offers = reshard.gather_offers(self.group, self.held)
+        if not reshard.is_complete(self._offers):
+            self.held, self._offers = reshard.Held(), []
+        elif self._offers[self.group.rank].step >= 0:
+            for name, parameter in self.model.named_parameters():
+                parameter.data = self.held.tensors[reshard.MODEL + name]
+        else:
+            self.held = reshard.Held()
+        return State(self.held.meta, {}, {}) if self._offers and self.env.is_coordinator else None
+
     def _connect_view(self, view: View) -> None:
         records = [member.record for member in view.members]
         self.watchdog.set_members(
@@ -290,7 +315,8 @@ class ElasticSetup(RunSetup):
         env = dataclasses.replace(self.env, rank=rank, world_size=world_size)
         name = f"group/{view.generation}"
         self.joined.meet()
-        self.group = Collectives.open(env, peers, self.joined.store, CPU, name, CONNECT_TIMEOUT)
+        self.group = Collectives(env, peers)  # if it cannot be connected, this is the one to be abandoned
+        self.group.connect(self.joined.store, CPU, name, CONNECT_TIMEOUT)
         self.group.interruption = self.joined.interruption
         self._watch_group()
         self.run_status.update(world_size=world_size)

@@ -1,9 +1,9 @@
 """Training of one rank of an elastic run: the run continues without a restart when hosts leave and join.
 
-After a step, the members that stay and those that join connect again and continue from a copy of the state
-on the coordinator. In an orderly change this is a copy of that step, so no step is lost. After a loss it is
-the newest complete copy, by default about a minute old at most; the steps after it are trained again, on the
-same rows.
+After a step, the members that stay and those that join connect again. In an orderly change they continue
+from that step, and each receives what it lacks of the state (reshard.py). After a loss they continue from a
+copy of the state on the coordinator, the newest complete one, by default about a minute old at most; the
+steps after it are trained again, on the same rows.
 
 With sync=local no copies are needed: each rank continues from its own parameters (trainer/sync/local.py).
 
@@ -18,7 +18,7 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +31,7 @@ from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunFile
 from trainer.distributed.process_group import PeerLost
 from trainer.distributed.step_sync import StepReport
-from trainer.elastic import prefetch
+from trainer.elastic import prefetch, reshard
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.setup import ElasticSetup, Inputs, Kept
@@ -225,13 +225,11 @@ class ElasticTrainer(Trainer):
                 self.has_trained = True
                 if self.stopping:
                     return True
-                if self.summary.snapshot or (self.summary.change and not self._is_local):
+                if self.summary.snapshot:
                     self._start_copy()
                 self._save_copy()
                 if self.summary.change and step + 1 < self.plan.num_iterations:
-                    self.copies.finish()
-                    self.group.gather_int64(torch.tensor([0]))  # until all have it: one of them may end now
-                    self._change_members()
+                    self._change_members(self._prepare_change())
             except PeerLost as error:
                 lost = str(error)
             if lost:  # not above, where the traceback of the error still keeps the model of the failed step
@@ -326,19 +324,50 @@ class ElasticTrainer(Trainer):
         self._lost_at = time.monotonic()
         self._change_members()
 
-    def _change_members(self) -> None:
-        """Agree on the next members, connect them, and continue from the snapshot."""
-        self._stopped_at, before = time.monotonic(), self.reporter.train_state
+    def _prepare_change(self) -> list[int]:
+        """Before an orderly change, let those that stay have the whole state; returns the ranks that leave.
+
+        All ranks call it after the same step.
+        """
+        self._stopped_at = time.monotonic()
+        self.run_status.enter("resume")
+        membership, rank = self.membership, self.group.rank
+        ends = membership.is_leaving or (rank == 0 and membership.is_superseded)
+        leaving = self.group.gather_int64(torch.tensor([int(ends)])).flatten().nonzero().flatten().tolist()
+        if self._is_local:
+            return leaving
+        if 0 in leaving:  # the next coordinator continues from a copy
+            self._start_copy()
+            self.copies.finish()
+            self.group.gather_int64(torch.tensor([0]))  # until all have it: rank 0 may end now
+            return leaving
+        step, meta = self.reporter.train_state.step, {}
+        if rank == 0:
+            meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
+        held = reshard.hold(rank, step, self.model, self.sync, self.optimizer, meta)
+        self.setup.held = reshard.hand_over(self.group, held, leaving)
+        return leaving
+
+    def _change_members(self, leaving: Collection[int] | None = None) -> None:
+        """Agree on the next members, connect them, and continue.
+
+        leaving: in an orderly change, the ranks that leave; None after a loss.
+        """
+        before = self.reporter.train_state
+        if leaving is None:
+            self._stopped_at = time.monotonic()
         self._patience = PATIENCE_STEPS * max(self.reporter.durations, default=self._patience)
         while True:
             self.copies.stop()
             self.setup.group.abandon()  # that of the last view, even if it was not connected completely
             self.checkpoint_copies.stop()
-            if self.membership.is_leaving:
+            if self.membership.is_leaving and (leaving is None or self.group.rank in leaving):
                 self._leave()
             try:
-                view = self._next_view()
-                self.setup.connect_members(view, self._state_to_continue())
+                view = self._next_view(leaving)
+                if not self._is_local:
+                    self._release()
+                self.setup.connect_members(view, self._saved_state)
                 self._begin()
                 self.reporter.train_state.checkpoint = before.checkpoint
                 self._read_first_batch(self.reporter.train_state.step)
@@ -346,14 +375,15 @@ class ElasticTrainer(Trainer):
                 break
             except PeerLost as error:
                 self.membership.break_off(str(error))
+            leaving = None
+        self.setup.held = reshard.Held()
         self._report_change(before.step, self._stopped_at)
 
-    def _state_to_continue(self) -> State | None:
-        """On the coordinator, the state from which the members continue. Releases what they build again."""
+    def _saved_state(self) -> State | None:
+        """On the coordinator, the state from which the members continue if they do not have it together."""
         if self._is_local:
-            return State(self._meta_to_continue(), {}, {}) if self.env.is_coordinator else None
-        self._release()
-        return state_of(self.copies.newest if self.env.is_coordinator else None)
+            return State(self._meta_to_continue(), {}, {})
+        return state_of(self.copies.newest)
 
     def _meta_to_continue(self) -> dict[str, Any]:
         """With sync=local, the content of meta.json for the last step; the last one of the run is repeated.
@@ -379,9 +409,9 @@ class ElasticTrainer(Trainer):
     def _report_members(self) -> None:
         self.reporter.members(len({peer.host for peer in self.group.peers}), len(self.group.peers))
 
-    def _next_view(self) -> View:
+    def _next_view(self, leaving: Collection[int] | None) -> View:
         try:
-            return self.membership.change(self._patience)
+            return self.membership.change(self._patience, leaving)
         except Retryable as error:
             if self.candidacy is None:
                 raise

@@ -270,13 +270,13 @@ class MuonAdamW:
         return {name: dict(state_of[p]) for name, p in self._names.items() if p in state_of}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]], assign: bool = False) -> None:
         """Replace the whole optimizer state by a copy of `state_dict`, which has the form of `state_dict()`.
 
         Any number of ranks may have saved `state_dict`. The state of a parameter that is missing in it starts
         from zero: an owner rank needs only the state of its own matrices. For a parameter that is sharded by
-        rows, `state_dict` has the state of this rank's own rows. Raises ValueError if `state_dict` has a
-        parameter or a shape that this model does not have.
+        rows, `state_dict` has the state of this rank's own rows. assign: use its tensors instead of copies.
+        Raises ValueError if `state_dict` has a parameter or a shape that this model does not have.
         """
         loaded: dict[Parameter, ParameterState] = {}
         for name, saved in state_dict.items():
@@ -286,6 +286,9 @@ class MuonAdamW:
             loaded[p] = self._fresh_state(p)
             if {key: t.shape for key, t in saved.items()} != {key: t.shape for key, t in loaded[p].items()}:
                 raise ValueError(f"the optimizer state of {name} does not fit its shape {tuple(p.shape)}")
+            if assign:
+                loaded[p] = dict(saved)
+                continue
             for key, tensor in loaded[p].items():
                 tensor.copy_(saved[key])
         muon = self._muon_group_of

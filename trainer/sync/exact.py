@@ -110,6 +110,9 @@ class Exact(OwnerMode):
             return torch.arange(self._head_rows[rank].start, self._head_rows[rank].stop)
         return None
 
+    def is_current(self, name: str) -> bool:
+        return name not in self._tables
+
     # -- a step ----------------------------------------------------------------------------------------
 
     def begin_step(self, active: Tensor, by_rank: Sequence[Tensor] = ()) -> None:

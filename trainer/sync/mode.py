@@ -70,6 +70,10 @@ class SyncMode(Protocol):
         """
         return None
 
+    def is_current(self, name: str) -> bool:
+        """Whether all ranks have the same values of the parameter `name` after each step."""
+        return True
+
     def finish(self) -> None:
         """Complete all transfers after the last step, so that all ranks hold equal parameters."""
 

@@ -1,0 +1,219 @@
+"""The state of a run on the ranks of its next members, from what those before had of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.distributed.process_group import Collectives, Pending
+from trainer.elastic import reshard
+from trainer.elastic.reshard import Held
+from trainer.host.rank_env import RankEnv
+from trainer.model.config import GPTConfig
+from trainer.model.gpt import GPT
+from trainer.optim.muon_adamw import MuonAdamW, ParameterState, build_optimizer
+from trainer.sync.mode import SyncMode
+from trainer.sync.modes import make_sync
+
+CONFIG = GPTConfig.from_depth(2, 500, 32, aspect_ratio=16, head_dim=16)  # 8 blocks of rows
+RATES = (0.1, 1.0, 0.1, 0.5, 0.1)
+OLD = -7.0  # the values of rows that a rank does not own
+
+
+class Network:
+    """Connects the threads that stand for ranks. bytes: what each of them has received from others."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=30)
+        self.board: dict[int, Any] = {}
+        self.bytes = [0] * world_size
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.board[rank] = value
+        self.barrier.wait()
+        found = [self.board[each] for each in range(self.barrier.parties)]
+        self.barrier.wait()
+        return found
+
+
+class ThreadGroup(Collectives):
+    """The collectives of one of these threads, as far as a change of the members needs them."""
+
+    def __init__(self, rank: int, network: Network) -> None:
+        super().__init__(RankEnv(rank=rank, world_size=network.barrier.parties), [])
+        self.network = network
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        return self.network.exchange(self.rank, mine)
+
+    def gather_int64(self, values: Tensor) -> Tensor:
+        return torch.stack(self.network.exchange(self.rank, values))
+
+    def start_exchange(
+        self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> tuple[Tensor, Pending]:
+        assert (sends[self.rank], receives[self.rank]) == (0, 0), "nothing is sent to itself"
+        pieces = self.network.exchange(self.rank, tensor.split(list(sends)))
+        found = torch.cat([piece[self.rank] for piece in pieces])
+        assert [len(piece[self.rank]) for piece in pieces] == list(receives)
+        self.network.bytes[self.rank] += found.numel() * found.element_size()
+        return found, lambda: None
+
+
+class Rank:
+    """Model, optimizer and sync mode of a rank."""
+
+    def __init__(self, rank: int, world_size: int, mode: str) -> None:
+        self.model = GPT(CONFIG)
+        self.optimizer = build_optimizer(self.model, *RATES)
+        group = Collectives(RankEnv(rank=rank, world_size=world_size), [])
+        self.sync: SyncMode = make_sync(mode, group, self.model, self.optimizer)
+
+    def part_of(self, rank: int, state: dict[str, ParameterState]) -> dict[str, ParameterState]:
+        """What of the whole optimizer state belongs to `rank`."""
+        part = {}
+        for name, tensors in state.items():
+            rows = self.sync.owned_rows(name, rank)
+            if self.sync.owner_of(name) in (None, rank):
+                part[name] = {
+                    key: tensor if rows is None or tensor.dim() == 0 else tensor[rows]
+                    for key, tensor in tensors.items()
+                }
+        return part
+
+
+@pytest.fixture(scope="module")
+def truth() -> tuple[dict[str, Tensor], dict[str, ParameterState]]:
+    """All parameters, and all optimizer state."""
+    torch.manual_seed(3)
+    model = GPT(CONFIG)
+    model.init_weights()
+    optimizer: MuonAdamW = build_optimizer(model, *RATES)
+    state = {}
+    for name, parameter in model.named_parameters():
+        tensors = optimizer._fresh_state(parameter)
+        state[name] = {
+            key: torch.full_like(tensor, 9.0) if tensor.dim() == 0 else torch.randn_like(tensor)
+            for key, tensor in tensors.items()
+        }
+    return dict(model.state_dict()), state
+
+
+def each_rank(world_size: int, call: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(world_size) as pool:
+        return [future.result() for future in [pool.submit(call, rank) for rank in range(world_size)]]
+
+
+def lacking(
+    held: Held, mine: Rank, rank: int, truth: tuple[dict[str, Tensor], dict[str, ParameterState]]
+) -> int:
+    """The bytes of the state of `rank` that are not in `held`."""
+
+    def rows(name: str, found: Tensor | None) -> set[int]:
+        return set(range(len(truth[0][name])) if found is None else found.tolist())
+
+    size = 0
+    for name, tensor in truth[0].items():
+        had = rows(name, held.rows.get(reshard.MODEL + name, reshard.NOTHING))
+        size += (len(tensor) - len(had)) * tensor[0].nbytes
+        if mine.sync.owner_of(name) in (None, rank):
+            had = rows(name, held.rows.get(name, reshard.NOTHING))
+            missing = len(rows(name, mine.sync.owned_rows(name, rank)) - had)
+            for key, state in truth[1][name].items():
+                if state.dim() and len(state) == len(tensor):
+                    size += missing * state[0].nbytes
+                else:
+                    size += state.nbytes * (f"{name}/{key}" not in held.tensors)
+    return size
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "fast"])
+@pytest.mark.parametrize(
+    ("before", "leaving", "new"),
+    [(1, [], 1), (2, [], 1), (3, [], 2), (2, [1], 0), (4, [2], 0), (4, [1, 3], 0), (3, [2], 1), (9, [], 1)],
+    ids=lambda value: str(value),
+)
+def test_each_rank_has_its_state_and_received_only_what_it_lacked(
+    truth: tuple[dict[str, Tensor], dict[str, ParameterState]],
+    mode: str,
+    before: int,
+    leaving: list[int],
+    new: int,
+) -> None:
+    parameters, state = truth
+    network = Network(before)
+
+    def give(rank: int) -> Held:
+        mine = Rank(rank, before, mode)
+        mine.model.load_state_dict(parameters)
+        for name, tensor in mine.model.state_dict().items():
+            if not mine.sync.is_current(name) and (rows := mine.sync.owned_rows(name, rank)) is not None:
+                old = torch.ones(len(tensor), dtype=torch.bool)
+                old[rows] = False
+                tensor[old] = OLD
+        mine.optimizer.load_state_dict(mine.part_of(rank, state))
+        held = reshard.hold(rank, 5, mine.model, mine.sync, mine.optimizer, {"step": 5} if rank == 0 else {})
+        return reshard.hand_over(ThreadGroup(rank, network), held, leaving)
+
+    kept = [held for rank, held in enumerate(each_rank(before, give)) if rank not in leaving]
+    if not leaving:
+        assert not any(network.bytes)
+    assert not any(network.bytes[1:]), "only the coordinator receives what the others had"
+    after = len(kept) + new
+    network, held_of = Network(after), [*kept, *[Held()] * new]
+
+    def take(rank: int) -> Rank:
+        mine, group, held = Rank(rank, after, mode), ThreadGroup(rank, network), held_of[rank]
+        offers = reshard.gather_offers(group, held)
+        assert reshard.is_complete(offers)
+        for name, parameter in mine.model.named_parameters():
+            parameter.data = held.tensors[reshard.MODEL + name] if held.tensors else parameter.data
+        optim = reshard.reshard(group, offers, held, mine.model, mine.sync)
+        mine.optimizer.load_state_dict(optim, assign=True)
+        return mine
+
+    for rank, mine in enumerate(each_rank(after, take)):
+        for name, tensor in mine.model.state_dict().items():
+            assert torch.equal(tensor, parameters[name]), name
+        expected, found = mine.part_of(rank, state), mine.optimizer.state_dict()
+        assert expected.keys() == found.keys()
+        for name, tensors in expected.items():
+            for key, tensor in tensors.items():
+                assert torch.equal(tensor, found[name][key]), (rank, name, key)
+        assert network.bytes[rank] == lacking(held_of[rank], mine, rank, truth)
+
+
+def test_what_nobody_has_is_noticed() -> None:
+    mine = [Rank(rank, 2, "exact") for rank in range(2)]
+    held = [
+        reshard.hold(rank, 5, each.model, each.sync, each.optimizer, {}) for rank, each in enumerate(mine)
+    ]
+    later = reshard.hold(1, 6, mine[1].model, mine[1].sync, mine[1].optimizer, {})
+
+    def complete(*parts: Held) -> bool:
+        network = Network(len(parts))
+        offers = each_rank(
+            len(parts), lambda rank: reshard.gather_offers(ThreadGroup(rank, network), parts[rank])
+        )
+        results = {reshard.is_complete(each) for each in offers}
+        assert len(results) == 1, "all ranks agree"
+        return results.pop()
+
+    assert complete(*held)
+    assert complete(held[0], Held(), held[1])
+    assert not complete(held[0])
+    assert not complete(held[0], Held())
+    assert not complete(held[0], later), "of another step"
+    assert not complete(Held(), held[0], held[1]), "the coordinator has nothing"
+    assert not complete(Held(), Held())
+
+
+@pytest.mark.parametrize("rows", [[], [4], [0, 1, 2], [0, 1, 5, 6, 9]])
+def test_runs_of_rows(rows: list[int]) -> None:
+    assert reshard._of_runs(reshard._runs(torch.tensor(rows, dtype=torch.int64))).tolist() == rows

@@ -1,0 +1,246 @@
+"""Moves the state of a run to its next members in an orderly change; sends only what a rank lacks.
+
+    held = hold(rank, step, model, sync, optimizer, meta)     # what a rank has after a step; not copies
+    held = hand_over(group, held, leaving)                    # rank 0 receives the part of those that leave
+    offers = gather_offers(group, held)                       # of the next members, in their process group
+    if is_complete(offers):
+        optim = reshard(group, offers, held, model, sync)     # parameters are received in place
+
+After a step each rank has all parameters, except for old values in rows of embeddings that other ranks own,
+and the optimizer state of what it owns. A new member receives its state from all others in turn, and the
+others receive the optimizer state that they own from now on from its old owner ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.checkpoint.exchange import unflatten
+from trainer.distributed.process_group import Collectives
+from trainer.distributed.tensor_format import formats_of
+from trainer.optim.muon_adamw import MuonAdamW, ParameterState
+from trainer.sync.mode import SyncMode
+
+MODEL = "model/"  # start of the key of a parameter; the key of optimizer state is the name of its parameter
+NOTHING = torch.empty(0, dtype=torch.int64)  # no rows
+Rows = Tensor | None  # numbers of rows, int64, ascending; None: the whole tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of the state of a run after a step.
+
+    step: the number of completed steps; -1: the rank has nothing. meta: on rank 0, the content of meta.json
+    for a checkpoint of this step. rows: {key: what the rank has of it}.
+    tensors: {path: tensor}. The path of a parameter is its key, and that of optimizer state KEY/STATE. If it
+    has rows only, a tensor of optimizer state consists of these, and a parameter has all rows with old values
+    in the others. In the offer of another rank, the tensors have no content (device meta).
+    """
+
+    step: int = -1
+    meta: dict[str, Any] = field(default_factory=dict)
+    rows: dict[str, Rows] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def hold(
+    rank: int, step: int, model: nn.Module, sync: SyncMode, optimizer: MuonAdamW, meta: dict[str, Any]
+) -> Held:
+    """What `rank`, which is this one, has after `step`. Its tensors are those of model and optimizer."""
+    held = Held(step, meta)
+    for name, tensor in model.state_dict().items():
+        held.rows[MODEL + name] = None if sync.is_current(name) else sync.owned_rows(name, rank)
+        held.tensors[MODEL + name] = tensor
+    state = optimizer.state_dict()
+    for name in optimizer.shapes():
+        if sync.owner_of(name) in (None, rank):
+            held.rows[name] = sync.owned_rows(name, rank)
+            held.tensors.update({f"{name}/{key}": tensor for key, tensor in state.get(name, {}).items()})
+    return held
+
+
+def hand_over(group: Collectives, held: Held, leaving: Sequence[int]) -> Held:
+    """Send what the ranks `leaving` have to rank 0; returns what this rank has then. All ranks call it.
+
+    held: what this rank has. Raises PeerLost if a rank is lost.
+    """
+    if not leaving:
+        return held
+    offers = gather_offers(group, held)
+    rows, tensors = dict(held.rows), dict(held.tensors)
+    for path in _paths(offers):
+        key = _key(path)
+        parts = [offers[rank].rows.get(key, NOTHING) for rank in (0, *leaving)]
+        known = [part for part in parts if part is not None]
+        needed = torch.cat(known).unique() if len(known) == len(parts) else None
+        needs = [needed, *(offer.rows.get(key, NOTHING) for offer in offers[1:])]
+        found = _exchange(group, path, offers, held, needs, tensors.get(path) if path == key else None)
+        if group.rank == 0 and found is not None:
+            rows[key], tensors[path] = needed, found
+    group.gather_int64(torch.tensor([0]))  # until rank 0 has it all: those that leave may end now
+    return replace(held, rows=rows, tensors=tensors)
+
+
+def gather_offers(group: Collectives, held: Held) -> list[Held]:
+    """What each rank has, by rank. All ranks call it. A rank without the step of rank 0 offers nothing."""
+    rows = {key: each if each is None else _runs(each) for key, each in held.rows.items()}
+    mine = json.dumps([held.step, rows, json.loads(formats_of(held.tensors))])
+    offers = []
+    for text in group.gather_bytes(mine.encode()):
+        step, rows, formats = json.loads(text)
+        numbers = {key: each if each is None else _of_runs(each) for key, each in rows.items()}
+        tensors = {
+            path: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for path, dtype, shape in formats
+        }
+        offers.append(Held(step, {}, numbers, tensors))
+    return [offer if offer.step == offers[0].step else Held() for offer in offers]
+
+
+def is_complete(offers: Sequence[Held]) -> bool:
+    """Whether the ranks have the whole state together. offers: by rank."""
+    parameters = [key for key in offers[0].rows if key.startswith(MODEL)]
+    for key in [*parameters, *(each.removeprefix(MODEL) for each in parameters)]:
+        found = [offer.rows[key] for offer in offers if key in offer.rows]
+        rows = [each for each in found if each is not None]
+        if len(rows) == len(found) and len(torch.cat([NOTHING, *rows]).unique()) < _length(offers, key):
+            return False
+    return bool(parameters)
+
+
+def reshard(
+    group: Collectives, offers: Sequence[Held], held: Held, model: nn.Module, sync: SyncMode
+) -> dict[str, ParameterState]:
+    """Receive the parameters that `model` lacks, in place, and return the optimizer state of this rank.
+
+    All ranks call it. offers: what each rank has, by rank, which is complete. held: what this rank has. Where
+    it has parameters, `model` has them already. sync: of the new owner ranks. The result may have tensors of
+    `held`. Raises PeerLost if a rank is lost.
+    """
+    parameters, found = model.state_dict(), {}
+    for path in _paths(offers):
+        key = _key(path)
+        if path == key:
+            whole: list[Rows] = [None for _ in offers]
+            _exchange(group, path, offers, held, whole, parameters[key.removeprefix(MODEL)])
+            continue
+        needs = [
+            sync.owned_rows(key, rank) if sync.owner_of(key) in (None, rank) else NOTHING
+            for rank in range(len(offers))
+        ]
+        result = _exchange(group, path, offers, held, needs)
+        if result is not None:
+            found[path] = result
+    return unflatten(found)
+
+
+def _exchange(
+    group: Collectives,
+    path: str,
+    offers: Sequence[Held],
+    held: Held,
+    needs: Sequence[Rows],
+    into: Tensor | None = None,
+) -> Tensor | None:
+    """Send each rank what it needs and lacks of the tensor `path`; returns what this rank needs of it.
+
+    needs: by rank; a scalar is needed by all. into: a tensor with all rows, in which this rank receives;
+    None: the result is a new tensor, or that of `held` if it is what is needed. A rank that needs nothing
+    gets None.
+    """
+    rank, key = group.rank, _key(path)
+    has = [offer.rows[key] if path in offer.tensors else NOTHING for offer in offers]
+    formats = next(offer.tensors[path] for offer in offers if path in offer.tensors)
+    sharded = formats.dim() > 0 and any(each is not None and len(each) for each in (*has, *needs))
+    if not sharded:  # a table of one row
+        has = [None if path in offer.tensors else NOTHING for offer in offers]
+        needs = [None if each is None or formats.dim() == 0 else NOTHING for each in needs]
+    length, shape = (_length(offers, key), formats.shape[1:]) if sharded else (1, formats.shape)
+    width = math.prod(shape)
+    have, need = _table(has, length), _table(needs, length)
+    sources = _sources(have, need)
+    mine = held.tensors[path].detach().reshape(-1, width) if path in held.tensors else None
+    place = torch.arange(length)  # of each row in `mine`
+    if mine is not None and len(mine) < length:
+        place[have[rank]] = torch.arange(len(mine))
+
+    rows, values = NOTHING, torch.empty(0, width, dtype=formats.dtype)  # that this rank receives
+    if (sources >= 0).any():
+        sent = [place[each == rank] for each in sources]
+        received = [(sources[rank] == source).nonzero().flatten() for source in range(len(offers))]
+        flat = values.flatten() if mine is None else mine[torch.cat(sent)].flatten()
+        sizes = ([len(each) * width for each in parts] for parts in (sent, received))
+        values, pending = group.start_exchange(flat, *sizes)
+        group.wait([pending])
+        rows, values = torch.cat(received), values.view(-1, width)
+    if into is not None:
+        into.detach().view(-1, width)[rows] = values
+        return into
+    needed, own = need[rank].nonzero().flatten(), (need[rank] & have[rank]).nonzero().flatten()
+    if mine is not None and len(own) == len(needed) == len(mine):
+        return held.tensors[path]
+    if not (sharded or len(needed)):
+        return None
+    result = torch.empty((len(needed), *shape) if sharded else shape, dtype=formats.dtype)
+    table = result.view(-1, width)
+    if mine is not None:
+        table[torch.searchsorted(needed, own)] = mine[place[own]]
+    table[torch.searchsorted(needed, rows)] = values
+    return result
+
+
+def _sources(have: Tensor, need: Tensor) -> Tensor:
+    """For each rank and row, the rank that sends the row to it; -1 if it needs none.
+
+    have, need: bool, (ranks, rows). If several ranks have a row, the ranks receive it from different ones.
+    """
+    sources = torch.full(have.shape, -1)
+    count = have.sum(dim=0).clamp_min(1)
+    for receiver, line in enumerate(sources):
+        found = have & (have.cumsum(dim=0) == receiver % count + 1)
+        lacks = need[receiver] & ~have[receiver]
+        line[lacks] = found.int().argmax(dim=0)[lacks]
+    return sources
+
+
+def _table(rows: Sequence[Rows], length: int) -> Tensor:
+    """By rank and row, whether `rows` has the row: bool, (ranks, length)."""
+    table = torch.zeros(len(rows), length, dtype=torch.bool)
+    for line, each in zip(table, rows, strict=True):
+        line[slice(None) if each is None else each] = True
+    return table
+
+
+def _runs(rows: Tensor) -> list[list[int]]:
+    """Ascending numbers of rows as [start, stop] of each run without a gap."""
+    if not len(rows):
+        return []
+    gaps = (rows.diff() != 1).nonzero().flatten()
+    starts = torch.cat([rows[:1], rows[gaps + 1]])
+    stops = torch.cat([rows[gaps], rows[-1:]]) + 1
+    return torch.stack([starts, stops], dim=1).tolist()
+
+
+def _of_runs(runs: Sequence[Sequence[int]]) -> Tensor:
+    """The inverse of `_runs`."""
+    return torch.cat([NOTHING, *(torch.arange(start, stop) for start, stop in runs)])
+
+
+def _paths(offers: Iterable[Held]) -> list[str]:
+    return sorted({path for offer in offers for path in offer.tensors})
+
+
+def _key(path: str) -> str:
+    return path if path.startswith(MODEL) else path.rpartition("/")[0]
+
+
+def _length(offers: Sequence[Held], key: str) -> int:
+    """The number of rows of the parameter to which `key` belongs."""
+    return len(offers[0].tensors[MODEL + key.removeprefix(MODEL)])
