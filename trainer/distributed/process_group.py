@@ -37,6 +37,7 @@ UNMEASURED_TIMEOUT = timedelta(minutes=10)
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
+CHANGED = "The members of the run have changed."
 WAIT_SLICE = timedelta(milliseconds=200)
 # A collective that fails or times out must raise where it is waited for. By default NCCL's watchdog ends the
 # process instead, without an exception that could become an outcome.
@@ -94,6 +95,7 @@ class Collectives:
         self._store_port = env.master_port
         self._timeout = FIRST_TIMEOUT  # to connect; Gloo gives up after five times that
         self._is_abandoned = False
+        self._starting = threading.Lock()  # while another thread starts a collective
         self._in_flight: dict[int, tuple[Any, Any]] = {}  # id -> (work, its tensors)
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # entered by `wait`
 
@@ -170,7 +172,8 @@ class Collectives:
         write into their tensors, and the destructor of a process group would wait for them. So a background
         thread holds groups and tensors until these collectives have ended, and ends them (see abandoned.py).
         """
-        self._is_abandoned = True
+        with self._starting:
+            self._is_abandoned = True
         if dist.is_initialized():
             held = [dist.group.WORLD, *self._others], self._in_flight, self._sockets, self._store_port
             self._in_flight, self._others, self._sockets = {}, [], set()
@@ -293,6 +296,16 @@ class Collectives:
 
         return finish
 
+    def start_on_other(self, start: Callable[[], Any]) -> Any:
+        """Return the result of `start`, which starts a collective of another process group of these ranks.
+
+        Raises PeerLost if this group was abandoned, and with it the others.
+        """
+        with self._starting:
+            if self._is_abandoned:
+                raise PeerLost(CHANGED)
+            return start()
+
     def finish(self, work: Any, tensors: Any) -> None:
         """Wait for `work`, torch's handle of a started collective that reads or writes `tensors`.
 
@@ -317,7 +330,7 @@ class Collectives:
                     work.wait()  # raises the error of the work, if it has one
                     return
                 if self._is_abandoned:
-                    raise PeerLost("The members of the run have changed.") from None
+                    raise PeerLost(CHANGED) from None
                 if self.interruption and (reason := self.interruption()):
                     raise PeerLost(reason) from None
 
@@ -485,8 +498,9 @@ class Channel:
         if self._process_group is None:
             return received
         try:
-            work = dist.all_to_all_single(
-                received, tensor, list(receives), list(sends), self._process_group, async_op=True
+            sizes = list(receives), list(sends)
+            work = self._group.start_on_other(
+                lambda: dist.all_to_all_single(received, tensor, *sizes, self._process_group, async_op=True)
             )
             self._group.finish(work, (received, tensor))
         except RuntimeError as error:

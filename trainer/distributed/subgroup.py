@@ -67,6 +67,6 @@ class Subgroup:
 
     def _finish(self, start: Any, tensors: Any) -> None:
         try:
-            self._group.finish(start(), tensors)
+            self._group.finish(self._group.start_on_other(start), tensors)
         except RuntimeError as error:
             raise self._group.peer_lost(error) from None

@@ -1,7 +1,7 @@
 """Moves the state of a run to its next members in an orderly change; sends only what a rank lacks.
 
     held = hold(rank, step, model, sync, optimizer, meta)     # what a rank has after a step; not copies
-    held = hand_over(group, held, leaving)                    # rank 0 receives the part of those that leave
+    held = hand_over(group, held, leaving)                    # those that stay receive what the others have
     offers = gather_offers(group, held)                       # of the next members, in their process group
     if is_complete(offers):
         optim = reshard(group, offers, held, model, sync)     # parameters are received in place
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.exchange import unflatten
-from trainer.distributed.process_group import Collectives
+from trainer.distributed.process_group import Collectives, Pending
 from trainer.distributed.tensor_format import formats_of
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
@@ -67,24 +68,35 @@ def hold(
 
 
 def hand_over(group: Collectives, held: Held, leaving: Sequence[int]) -> Held:
-    """Send what the ranks `leaving` have to rank 0; returns what this rank has then. All ranks call it.
+    """Send what the ranks `leaving` have to those that stay; returns what this rank has then.
 
-    held: what this rank has. Raises PeerLost if a rank is lost.
+    All ranks call it. held: what this rank has. Raises PeerLost if a rank is lost.
     """
     if not leaving:
         return held
-    offers = gather_offers(group, held)
-    rows, tensors = dict(held.rows), dict(held.tensors)
-    for path in _paths(offers):
+    offers, rows, tensors = gather_offers(group, held), dict(held.rows), dict(held.tensors)
+    staying = [rank for rank in range(len(offers)) if rank not in leaving]
+    receivers: dict[str, int] = {}  # in turn, so that none is sent much more than the others
+
+    def exchange(path: str) -> Pending:
         key = _key(path)
-        parts = [offers[rank].rows.get(key, NOTHING) for rank in (0, *leaving)]
+        receiver = receivers.setdefault(key, staying[len(receivers) % len(staying)])
+        parts = [offers[rank].rows.get(key, NOTHING) for rank in (receiver, *leaving)]
         known = [part for part in parts if part is not None]
         needed = torch.cat(known).unique() if len(known) == len(parts) else None
-        needs = [needed, *(offer.rows.get(key, NOTHING) for offer in offers[1:])]
-        found = _exchange(group, path, offers, held, needs, tensors.get(path) if path == key else None)
-        if group.rank == 0 and found is not None:
-            rows[key], tensors[path] = needed, found
-    group.gather_int64(torch.tensor([0]))  # until rank 0 has it all: those that leave may end now
+        needs = [offer.rows.get(key, NOTHING) for offer in offers]
+        needs[receiver] = needed
+        pending = _exchange(group, path, offers, held, needs, tensors.get(path) if path == key else None)
+
+        def finish() -> None:
+            found = pending()
+            if group.rank == receiver and found is not None:
+                rows[key], tensors[path] = needed, found
+
+        return finish
+
+    _run(map(exchange, _paths(offers)))
+    group.gather_int64(torch.tensor([0]))  # until all have received: those that leave may end now
     return replace(held, rows=rows, tensors=tensors)
 
 
@@ -125,20 +137,40 @@ def reshard(
     `held`. Raises PeerLost if a rank is lost.
     """
     parameters, found = model.state_dict(), {}
-    for path in _paths(offers):
+
+    def exchange(path: str) -> Pending:
         key = _key(path)
         if path == key:
             whole: list[Rows] = [None for _ in offers]
-            _exchange(group, path, offers, held, whole, parameters[key.removeprefix(MODEL)])
-            continue
+            return _exchange(group, path, offers, held, whole, parameters[key.removeprefix(MODEL)])
         needs = [
             sync.owned_rows(key, rank) if sync.owner_of(key) in (None, rank) else NOTHING
             for rank in range(len(offers))
         ]
-        result = _exchange(group, path, offers, held, needs)
-        if result is not None:
-            found[path] = result
+        pending = _exchange(group, path, offers, held, needs)
+
+        def finish() -> None:
+            result = pending()
+            if result is not None:
+                found[path] = result
+
+        return finish
+
+    _run(map(exchange, _paths(offers)))
     return unflatten(found)
+
+
+def _run(exchanges: Iterator[Pending]) -> None:
+    """Start each of the exchanges before the last one is completed, so that the network does not idle."""
+    last: Pending = _nothing
+    for pending in exchanges:
+        last()
+        last = pending
+    last()
+
+
+def _nothing() -> None:
+    """The completion of a collective that was not needed."""
 
 
 def _exchange(
@@ -148,12 +180,12 @@ def _exchange(
     held: Held,
     needs: Sequence[Rows],
     into: Tensor | None = None,
-) -> Tensor | None:
-    """Send each rank what it needs and lacks of the tensor `path`; returns what this rank needs of it.
+) -> Pending:
+    """Start to send each rank what it needs and lacks of the tensor `path`.
 
-    needs: by rank; a scalar is needed by all. into: a tensor with all rows, in which this rank receives;
-    None: the result is a new tensor, or that of `held` if it is what is needed. A rank that needs nothing
-    gets None.
+    needs: by rank; a scalar is needed by all. The result completes this and returns what this rank needs: in
+    `into`, a tensor with all rows, or if that is None in a new tensor, or in that of `held` if that is the
+    same; None for a rank that needs nothing.
     """
     rank, key = group.rank, _key(path)
     has = [offer.rows[key] if path in offer.tensors else NOTHING for offer in offers]
@@ -165,46 +197,51 @@ def _exchange(
     length, shape = (_length(offers, key), formats.shape[1:]) if sharded else (1, formats.shape)
     width = math.prod(shape)
     have, need = _table(has, length), _table(needs, length)
-    sources = _sources(have, need)
+    sources = _sources(have, need, first=zlib.crc32(path.encode()))
     mine = held.tensors[path].detach().reshape(-1, width) if path in held.tensors else None
     place = torch.arange(length)  # of each row in `mine`
     if mine is not None and len(mine) < length:
         place[have[rank]] = torch.arange(len(mine))
 
-    rows, values = NOTHING, torch.empty(0, width, dtype=formats.dtype)  # that this rank receives
+    rows, values, pending = NOTHING, torch.empty(0, dtype=formats.dtype), _nothing  # that this rank receives
     if (sources >= 0).any():
         sent = [place[each == rank] for each in sources]
         received = [(sources[rank] == source).nonzero().flatten() for source in range(len(offers))]
-        flat = values.flatten() if mine is None else mine[torch.cat(sent)].flatten()
+        flat = values if mine is None else mine[torch.cat(sent)].flatten()
         sizes = ([len(each) * width for each in parts] for parts in (sent, received))
         values, pending = group.start_exchange(flat, *sizes)
+        rows = torch.cat(received)
+
+    def finish() -> Tensor | None:
         group.wait([pending])
-        rows, values = torch.cat(received), values.view(-1, width)
-    if into is not None:
-        into.detach().view(-1, width)[rows] = values
-        return into
-    needed, own = need[rank].nonzero().flatten(), (need[rank] & have[rank]).nonzero().flatten()
-    if mine is not None and len(own) == len(needed) == len(mine):
-        return held.tensors[path]
-    if not (sharded or len(needed)):
-        return None
-    result = torch.empty((len(needed), *shape) if sharded else shape, dtype=formats.dtype)
-    table = result.view(-1, width)
-    if mine is not None:
-        table[torch.searchsorted(needed, own)] = mine[place[own]]
-    table[torch.searchsorted(needed, rows)] = values
-    return result
+        if into is not None:
+            into.detach().view(-1, width)[rows] = values.view(-1, width)
+            return into
+        needed, own = need[rank].nonzero().flatten(), (need[rank] & have[rank]).nonzero().flatten()
+        if mine is not None and len(own) == len(needed) == len(mine):
+            return held.tensors[path]
+        if not (sharded or len(needed)):
+            return None
+        result = torch.empty((len(needed), *shape) if sharded else shape, dtype=formats.dtype)
+        table = result.view(-1, width)
+        if mine is not None:
+            table[torch.searchsorted(needed, own)] = mine[place[own]]
+        table[torch.searchsorted(needed, rows)] = values.view(-1, width)
+        return result
+
+    return finish
 
 
-def _sources(have: Tensor, need: Tensor) -> Tensor:
+def _sources(have: Tensor, need: Tensor, first: int) -> Tensor:
     """For each rank and row, the rank that sends the row to it; -1 if it needs none.
 
-    have, need: bool, (ranks, rows). If several ranks have a row, the ranks receive it from different ones.
+    have, need: bool, (ranks, rows). first: of the ranks that have a row, the one that sends it to rank 0; the
+    next one sends it to rank 1, and so on.
     """
     sources = torch.full(have.shape, -1)
     count = have.sum(dim=0).clamp_min(1)
     for receiver, line in enumerate(sources):
-        found = have & (have.cumsum(dim=0) == receiver % count + 1)
+        found = have & (have.cumsum(dim=0) == (first + receiver) % count + 1)
         lacks = need[receiver] & ~have[receiver]
         line[lacks] = found.int().argmax(dim=0)[lacks]
     return sources

@@ -216,7 +216,7 @@ class Snapshots:
             del problem  # its traceback refers to this frame: as a cycle they would keep the group's threads
 
     def stop(self) -> None:
-        """After a loss, wait until the thread that sends a copy has given up."""
+        """Wait until the thread that sends a copy has given up. Abandon the group first."""
         with contextlib.suppress(PeerLost):
             self.finish()
 

@@ -358,8 +358,8 @@ class ElasticTrainer(Trainer):
             self._stopped_at = time.monotonic()
         self._patience = PATIENCE_STEPS * max(self.reporter.durations, default=self._patience)
         while True:
-            self.copies.stop()
             self.setup.group.abandon()  # that of the last view, even if it was not connected completely
+            self.copies.stop()
             self.checkpoint_copies.stop()
             if self.membership.is_leaving and (leaving is None or self.group.rank in leaving):
                 self._leave()
