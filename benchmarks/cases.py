@@ -1,6 +1,6 @@
 """The benchmark cases of `make bench`: their names, the state of the lab for each, and their duration.
 
-The name of a case is KIND-TOKENS-FORMAT[-SHARES][-on-HOST], as in bench.yml. Cases of the kind `solo` are
+The name of a case is KIND-TOKENS-FORMAT[-SHARES][-on-HOST], as in bench.yml. Cases of the kind `single` are
 single-host baselines. With `idle/` before its name, a baseline is measured while the other host is idle.
 """
 
@@ -33,44 +33,44 @@ class Group:
 
 
 IDLE = "idle/"  # a baseline while the other host is idle
-IDLE_BASELINES = (f"{IDLE}solo-4096-float32", f"{IDLE}solo-16384-float32")
+IDLE_BASELINES = (f"{IDLE}single-4096-float32", f"{IDLE}single-16384-float32")
 GROUPS = (
     Group(
         "1gbit",
         "1gbit",
         (
             IDLE_BASELINES[0],
-            "solo-2048-float32",
-            "solo-4096-float32",
+            "single-2048-float32",
+            "single-4096-float32",
             "exact-4096-float32",
             "dense-4096-float32",
             "ddp-4096-float32",
             "fast-4096-float32",
-            "solo-2048-bfloat16",
-            "solo-4096-bfloat16",
+            "single-2048-bfloat16",
+            "single-4096-bfloat16",
             "fast-4096-bfloat16",
-            "solo-8192-bfloat16",
-            "solo-16384-bfloat16",
+            "single-8192-bfloat16",
+            "single-16384-bfloat16",
             "fast-16384-bfloat16",
             IDLE_BASELINES[1],
-            "solo-8192-float32",
-            "solo-16384-float32",
+            "single-8192-float32",
+            "single-16384-float32",
             "exact-16384-float32",
         ),
     ),
     Group(
-        "100mbit", "100mbit", ("local-8192-float32", "solo-4096-float32")
+        "100mbit", "100mbit", ("local-8192-float32", "single-4096-float32")
     ),  # the baseline again, an hour later
     Group(
         "uneven",
         "1gbit",
-        ("solo-4096-float32-on-{slow}", "exact-16384-float32-auto", "exact-16384-float32-8.8"),
+        ("single-4096-float32-on-{slow}", "exact-16384-float32-auto", "exact-16384-float32-8.8"),
         IDLE_BASELINES,
         slow_second=True,
     ),
 )
 HOST_CASES = ("host-float32", "host-bfloat16")
-QUICK = ("host-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32")
+QUICK = ("host-float32", "single-2048-float32", "single-4096-float32", "exact-4096-float32")
 FEWEST, FEW, MANY = 2, 4, 5  # steps of a case, by how long one takes
 HOST_STEPS = 12
 LOCAL_STEPS = 30  # one sync round of every fragment with local_steps=30
@@ -86,7 +86,7 @@ def has_neighbour(case: str) -> bool:
 
     True for single-host baselines, unless their names have `idle/` or a host.
     """
-    return case.startswith("solo") and "-on-" not in case
+    return case.startswith("single") and "-on-" not in case
 
 
 def kind_of(case: str) -> tuple[int, str, str]:
@@ -125,7 +125,7 @@ def expected(case: str, rate: float) -> float:
     bfloat16 counts as twice as fast. A rank has one core, or a part of one in the cases of an uneven pair.
     """
     tokens = int(match[0]) if (match := re.search(r"\d{4,}", case)) else 2048
-    cores = 1 if plain(case).startswith("solo") else 2
+    cores = 1 if plain(case).startswith("single") else 2
     speed = 0.75 * rate * (2 if "bfloat16" in case else 1) * (A_THIRD if "-on-" in case else 1)
     if case.endswith("8.8"):
         speed *= 2 / 3

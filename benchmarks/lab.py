@@ -224,7 +224,7 @@ def measure_cases(job: Job, group: Group, cases: Sequence[str], data: Path) -> N
         some = list(alike)
         files = [job.file(group.name, case) for case in some]
         settings = {
-            "bench_stages": ",".join(plain(case) for case in some),
+            "bench_cases": ",".join(plain(case) for case in some),
             "bench_steps": steps_of(some[0]),
             "bench_out": files[0].parents[1],
             "bench_link_mbit": LINK_MBIT[group.link],

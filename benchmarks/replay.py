@@ -6,7 +6,7 @@
 The training that was set up by hand is not repeated: docs/recorded/by-hand.json has its figures. As in that
 training, the model has depth 8, and a step has 4,096 tokens. `bench.yml` measures the cases one after the
 other; to type the same yourself:
-`ansible-playbook bench.yml -e depth=8 -e bench_stages=ddp-4096,exact-4096,fast-4096`.
+`ansible-playbook bench.yml -e depth=8 -e bench_cases=ddp-4096,exact-4096,fast-4096`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def measure(out: Path) -> None:
 
     out: the folder for the results.
     """
-    settings = {"depth": DEPTH, "sequence_len": LENGTH, "bench_stages": ",".join(CASES), "bench_out": out}
+    settings = {"depth": DEPTH, "sequence_len": LENGTH, "bench_cases": ",".join(CASES), "bench_out": out}
     command = ["ansible-playbook", "bench.yml", "-e", "bench_again=true"]
     command += [text for name, value in settings.items() for text in ("-e", f"{name}={value}")]
     if code := subprocess.run(command, cwd=ROOT, check=False).returncode:

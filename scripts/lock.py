@@ -19,7 +19,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import sha256_of
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import sha256_of
 from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_pins import (
     holds,
     markers_of,

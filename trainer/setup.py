@@ -329,7 +329,7 @@ class RunSetup:
                 raise self.placement.alone.end(group.peers, names, lines)
             if self.env.is_coordinator:
                 for line in lines:
-                    self.log.info(line, extra=fields("arrangement"))
+                    self.log.info(line, extra=fields("placement"))
                 with contextlib.suppress(OSError):
                     write_whole(self.run_dir / PREDICTION, ("\n".join(lines) + "\n").encode())
         self.plan = dataclasses.replace(self.plan, shares=list(self.placement.shares))
@@ -439,8 +439,8 @@ class RunSetup:
 
         plan: plan of the run with the current batch split. state: the progress of the run. The result has the
         fields of TrainState except checkpoint, and the keys run_id, num_iterations, rows and tokens (trained
-        so far), config, config_digest, model_config, hashes (of the data), world_size, shares, `arrangement`
-        (the placement), numerics and hosts (by rank), torch (its version) and time (Unix).
+        so far), config, config_digest, model_config, hashes (of the data), world_size, shares, placement,
+        numerics and hosts (by rank), torch (its version) and time (Unix).
         """
         done = dataclasses.asdict(state)
         del done["checkpoint"]
@@ -456,7 +456,7 @@ class RunSetup:
             "hashes": self.data.hashes,
             "world_size": self.group.world_size,
             "shares": plan.shares,
-            "arrangement": self.placement.saved(),
+            "placement": self.placement.saved(),
             "numerics": self.numerics_by_rank,
             "hosts": [peer.host for peer in self.group.peers],
             "torch": torch.__version__,

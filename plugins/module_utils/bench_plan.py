@@ -17,7 +17,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_run impo
 from ansible_collections.nanofleet.fleet.trainer import bench
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 
-ONE_HOST = ("solo", "gpu", "ranks")
+ONE_HOST = ("single", "gpu", "ranks")
 SEVERAL_HOSTS = (bench.DDP, *trainer.SYNC_MODES)
 KINDS = (*ONE_HOST, *SEVERAL_HOSTS)
 PROCESSES = (2, 4)  # on one host, of the default cases; ranks-4096 is ranks2-4096
@@ -57,7 +57,7 @@ def bench_plan(
         except ValueError as error:
             problems.append(f"{name}: {error}")
     if problems:
-        raise AnsibleFilterError("bench_stages: " + " ".join(problems))
+        raise AnsibleFilterError("bench_cases: " + " ".join(problems))
     return cases
 
 
@@ -86,10 +86,10 @@ def default_cases(
     case: the first host alone with `tokens` / len(hosts) tokens per step. The step time of this case is the
     least that the fleet can reach.
     """
-    names = [f"solo-{tokens}-on-{host}" for host in hosts]
+    names = [f"single-{tokens}-on-{host}" for host in hosts]
     names += [f"gpu-{tokens}-on-{host}" for host in gpu_hosts]
     several = len(hosts) > 1
-    names += [f"solo-{tokens // len(hosts)}-on-{hosts[0]}"] if several else []
+    names += [f"single-{tokens // len(hosts)}-on-{hosts[0]}"] if several else []
     names += [f"ranks{number}-{tokens}-on-{hosts[0]}" for number in processes]
     kinds = SEVERAL_HOSTS if several else ()
     return names + [f"{kind}-{tokens * len(hosts) if kind == 'local' else tokens}" for kind in kinds]
@@ -123,7 +123,7 @@ def _case(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int
     if match["format"]:
         settings["dtype"] = match["format"]
     settings |= {
-        "solo": {"device": "cpu"},
+        "single": {"device": "cpu"},
         "gpu": {"device": "cuda"},
         "ranks": {"sync": "exact"},
         bench.DDP: {"sync": "dense"},  # not used

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import sha256_of
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
 from ansible_collections.nanofleet.fleet.trainer.stages import SFT
 
@@ -119,16 +120,11 @@ def chat_digest(sources: Sequence[Source], tokenizer: Path, skip_bad: bool) -> s
     sources: the files and folders of conversations. tokenizer: the folder of the tokenizer. skip_bad:
     whether bad lines are left out. The digits are the first ones of a sha256.
     """
-    parts: list[Any] = [VERSION, skip_bad, _sha256(tokenizer / TOKENIZER)]
+    parts: list[Any] = [VERSION, skip_bad, sha256_of(tokenizer / TOKENIZER)]
     for path, weight in sources:
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-        parts += [[_sha256(file), weight] for file in files]
+        parts += [[sha256_of(file), weight] for file in files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def command_options(sources: Sequence[Source], tokenizer: Path, skip_bad: bool) -> list[str]:

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json, write_whole
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json, sha256_of, write_whole
 
 
 class Digests:
@@ -36,8 +36,7 @@ class Digests:
         key = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         entry = self.known.get(name)
         if not (isinstance(entry, list) and entry[:3] == key and len(entry) == 4):
-            with path.open("rb") as file:
-                entry = [*key, hashlib.file_digest(file, "sha256").hexdigest()]
+            entry = [*key, sha256_of(path)]
             self.hashed += 1
         self.kept[name] = entry
         return str(entry[3])

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 
@@ -26,6 +28,21 @@ def load_json(path: str) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def sha256_of(path: str | Path, size: int | None = None) -> str:
+    """The sha256 of the first `size` bytes of a file, as 64 hex digits. size: None for the whole file.
+
+    Raises OSError if the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        if size is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while block := file.read(min(1 << 20, size)):
+            digest.update(block)
+            size -= len(block)
+    return digest.hexdigest()
 
 
 def write_whole(path: str, text: str, mode: int = 0o644) -> None:

@@ -6,14 +6,13 @@ Used by the modules run_state, launch_state and end_run.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
-from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text, sha256_of
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_dir import (
     PREFIX,
     known_runs,
@@ -68,16 +67,15 @@ def read_state(params: Mapping[str, Any]) -> dict[str, Any]:
         "at_boot": unit["name"] in at_boot,
         "listeners": listeners(params["ports"]),
         "claim": read_text(params["claim"]) if params.get("claim") else "",
-        "manifest_sha256": sha256_of(params["manifest"]) if params.get("manifest") else "",
+        "manifest_sha256": digest_of(params["manifest"]) if params.get("manifest") else "",
         **state,
     }
 
 
-def sha256_of(path: str) -> str:
+def digest_of(path: str) -> str:
     """The sha256 of a file; "" if it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError:
         return ""
 

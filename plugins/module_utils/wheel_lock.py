@@ -7,7 +7,6 @@ pip and uv read a lock line; its comment has the file name and size in bytes, wh
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -15,6 +14,8 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import sha256_of
 
 REQUIREMENTS = "requirements.lock"  # the packages of an environment, and uv, which installs them
 
@@ -34,12 +35,6 @@ class Wheel(NamedTuple):
     def line(self) -> str:
         """The line of the lock file about this wheel."""
         return f"{self.name}=={self.version} --hash=sha256:{self.sha256}  # {self.file} {self.bytes}"
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file as hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def wheel_of(path: Path) -> Wheel:

@@ -4,25 +4,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import sha256_of
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 
 KEPT = ("run.json", "metrics.jsonl", "train.log", "outcome.json", "attempts.jsonl", "sample.txt")
-
-
-def sha256_of(path: str, size: int | None = None) -> str:
-    """The sha256 of the first `size` bytes of a file, as 64 hex digits. size: None for the whole file."""
-    digest, left = hashlib.sha256(), os.stat(path).st_size if size is None else size
-    with open(path, "rb") as file:
-        while block := file.read(min(1 << 20, left)):
-            digest.update(block)
-            left -= len(block)
-    return digest.hexdigest()
 
 
 def listed(folder: str, name: str, sha256: str | None = None) -> dict[str, Any]:

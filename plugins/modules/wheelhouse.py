@@ -25,14 +25,13 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.file_digests import Digests
-from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json, write_whole
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json, sha256_of, write_whole
 from ansible_collections.nanofleet.fleet.plugins.module_utils.project_sources import sources_digest
 from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import (
     REQUIREMENTS,
     Wheel,
     faults,
     read_lock,
-    sha256_of,
     wheel_of,
     write_lock,
 )

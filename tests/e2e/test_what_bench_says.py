@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 TINY = {"depth": 2, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "bench_steps": 2}
 HOSTS = (f"{LAB}-1", f"{LAB}-2")
-STAGES = f"solo-1024-on-{HOSTS[1]},solo-512-on-{HOSTS[0]},exact-1024,dense-1024"
+STAGES = f"single-1024-on-{HOSTS[1]},single-512-on-{HOSTS[0]},exact-1024,dense-1024"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,7 +23,7 @@ def _ready(fleet: Fleet, dataset: Path) -> None:
 
 def test_a_fleet_is_measured_and_left_as_it_was(fleet: Fleet, tmp_path: Path) -> None:
     before = {host: fleet.on(host, "ls /var/lib/nanofleet/runs") for host in HOSTS}
-    said = fleet.play("bench.yml", bench_stages=STAGES, bench_out=tmp_path, **TINY).stdout
+    said = fleet.play("bench.yml", bench_cases=STAGES, bench_out=tmp_path, **TINY).stdout
     rows = {row["case"]: row for row in json.loads((tmp_path / "bench.json").read_text())["rows"]}
     assert set(rows) == set(STAGES.split(","))
     for mode in ("exact", "dense"):
@@ -39,11 +39,11 @@ def test_a_fleet_is_measured_and_left_as_it_was(fleet: Fleet, tmp_path: Path) ->
     for host in HOSTS:
         assert "bench" not in fleet.on(host, "systemctl list-units --all --plain 'nanofleet-*'; ls /tmp")
 
-    again = fleet.play("bench.yml", bench_stages=STAGES, bench_out=tmp_path, **TINY)
+    again = fleet.play("bench.yml", bench_cases=STAGES, bench_out=tmp_path, **TINY)
     assert "Measured now: nothing" in again.stdout
     assert "Measure exact-1024" not in again.stdout
 
 
 def test_a_stage_that_cannot_be_is_refused(fleet: Fleet, tmp_path: Path) -> None:
-    refused = fleet.play("bench.yml", fails=True, bench_stages="exakt-1024", bench_out=tmp_path, **TINY)
-    assert "its kind is solo" in refused.stdout
+    refused = fleet.play("bench.yml", fails=True, bench_cases="exakt-1024", bench_out=tmp_path, **TINY)
+    assert "its kind is single" in refused.stdout

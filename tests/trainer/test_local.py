@@ -295,8 +295,8 @@ def test_payload_of_a_step_at_depth_8() -> None:
 def test_rates_are_those_of_all_tokens() -> None:
     config = RunConfig(sync="local", total_batch_size=8192)
     local = make_plan(config, 32768, 2)
-    solo = make_plan(RunConfig(total_batch_size=8192), 32768, 1)
-    assert local.scales == solo.scales
+    single = make_plan(RunConfig(total_batch_size=8192), 32768, 1)
+    assert local.scales == single.scales
     assert (local.rows_per_step, local.total_batch_size) == (8, 8192)
     with torch.device("meta"):
         said = describe_plan(local, config, GPT(local.model), train_rows=1000, micro_batches=[2, 2])

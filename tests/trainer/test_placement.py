@@ -382,9 +382,9 @@ def test_shares_that_change_on_the_way_keep_the_curve(start: Start, data_dir: Pa
     meta = json.loads((again[0].run_dir / "checkpoints/step_000016/meta.json").read_text())
     assert meta["shares"] in tables
     assert meta["shares"] != [3, 3]
-    assert meta["arrangement"]["sync"] in ("dense", "exact")
+    assert meta["placement"]["sync"] in ("dense", "exact")
     reason = again[0].outcome()["reason"]
     assert "Predicted " in reason
     assert " s a step, measured " in reason
     facts = json.loads((again[0].run_dir / "facts.json").read_text())
-    assert facts["tags"]["predicted.sync"] == meta["arrangement"]["sync"]
+    assert facts["tags"]["predicted.sync"] == meta["placement"]["sync"]

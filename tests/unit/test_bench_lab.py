@@ -24,7 +24,7 @@ def test_bars_say_by_how_much_they_are_missed() -> None:
     assert "not measured" in lines[5]
 
 
-def test_a_ratio_to_a_slow_solo_does_not_count() -> None:
+def test_a_ratio_to_a_slow_single_does_not_count() -> None:
     row = {"ratio": 1.75, "share_of_bound": 0.9, "payload": 180e6, "baseline_share_of_limit": 0.80}
     lines = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()
     assert "| reached; counts if the baseline reaches 83 % of its limit |" in lines[2]
@@ -50,16 +50,18 @@ def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
     return result | {"ranks": [first | {"rates_all": rates}, *others]}
 
 
-def test_a_stage_is_held_against_the_machine_of_its_solo() -> None:
-    solos = [measured(2048, 7.0), measured(4096, 12.0)]
+def test_a_stage_is_held_against_the_machine_of_its_single() -> None:
+    singles = [measured(2048, 7.0), measured(4096, 12.0)]
     pair = measured(4096, 8.0, ranks=2, sync="exact")
-    assert targets.relative_gemm_rate(at(0.7e11, pair), solos) == pytest.approx(0.7)
-    assert targets.relative_gemm_rate(pair, [at(2e11, solos[1])]) == pytest.approx(0.5)
-    assert targets.relative_gemm_rate(at(2e11, pair), solos) == 1.0, "by the slower rank"
-    assert targets.relative_gemm_rate(at(2e11, pair), solos, slow_second=True) == 2.0
-    assert targets.relative_gemm_rate(measured(8192, 9.0, ranks=2, sync="local"), [at(2e11, solos[1])]) == 0.5
-    assert targets.relative_gemm_rate(pair, solos[:1]) is None
-    assert targets.relative_gemm_rate(solos[1], solos) is None
+    assert targets.relative_gemm_rate(at(0.7e11, pair), singles) == pytest.approx(0.7)
+    assert targets.relative_gemm_rate(pair, [at(2e11, singles[1])]) == pytest.approx(0.5)
+    assert targets.relative_gemm_rate(at(2e11, pair), singles) == 1.0, "by the slower rank"
+    assert targets.relative_gemm_rate(at(2e11, pair), singles, slow_second=True) == 2.0
+    assert (
+        targets.relative_gemm_rate(measured(8192, 9.0, ranks=2, sync="local"), [at(2e11, singles[1])]) == 0.5
+    )
+    assert targets.relative_gemm_rate(pair, singles[:1]) is None
+    assert targets.relative_gemm_rate(singles[1], singles) is None
 
 
 def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
@@ -83,7 +85,7 @@ def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
         monkeypatch.setattr(lab, name, lambda *_, **__: 0)
     monkeypatch.setattr(lab, "measure_cases", measure)
     job = lab.Job(argparse.Namespace(again=False, lab="bench"), tmp_path)
-    stages = ["solo-4096-float32", *rates]
+    stages = ["single-4096-float32", *rates]
     lab.measure_group(job, GROUPS[0], stages, tmp_path)
     assert asked == [tuple(stages), tuple(rates), tuple(rates)]
     out = capsys.readouterr().out
@@ -103,7 +105,7 @@ class Lab:
         if command[0] == "ansible-playbook":
             knobs = dict(part[2:].split("=", 1) for part in command[2:])
             folder = Path(knobs["bench_out"]).name
-            self.did.append(f"{folder}: {knobs['bench_stages']} x {knobs['bench_steps']}")
+            self.did.append(f"{folder}: {knobs['bench_cases']} x {knobs['bench_steps']}")
             return 0
         text = " ".join(command)
         if "is-active" in text:
@@ -114,44 +116,44 @@ class Lab:
         return 0
 
 
-def test_solo_is_measured_while_the_other_host_trains_by_itself(
+def test_single_is_measured_while_the_other_host_trains_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = Lab(monkeypatch)
     job = lab.Job(argparse.Namespace(lab="bench"), tmp_path)
-    stages = ["idle/solo-4096-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32"]
-    stages += ["dense-4096-float32", "solo-4096-bfloat16", "solo-4096-float32-on-bench-2"]
+    stages = ["idle/single-4096-float32", "single-2048-float32", "single-4096-float32", "exact-4096-float32"]
+    stages += ["dense-4096-float32", "single-4096-bfloat16", "single-4096-float32-on-bench-2"]
     lab.measure_cases(job, GROUPS[0], stages, tmp_path)
     assert commands.did == [
-        "idle: solo-4096-float32 x 5",
+        "idle: single-4096-float32 x 5",
         "begin neighbour float32",
-        "1gbit: solo-2048-float32,solo-4096-float32 x 5",
+        "1gbit: single-2048-float32,single-4096-float32 x 5",
         "end neighbour",
         "1gbit: exact-4096-float32,dense-4096-float32 x 5",
         "begin neighbour bfloat16",
-        "1gbit: solo-4096-bfloat16 x 5",
+        "1gbit: single-4096-bfloat16 x 5",
         "end neighbour",
-        "1gbit: solo-4096-float32-on-bench-2 x 2",
+        "1gbit: single-4096-float32-on-bench-2 x 2",
     ]
-    assert job.file("1gbit", stages[0]) == tmp_path / "1gbit/idle/stages/solo-4096-float32.json"
+    assert job.file("1gbit", stages[0]) == tmp_path / "1gbit/idle/stages/single-4096-float32.json"
 
 
 def test_a_neighbour_that_ended_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = Lab(monkeypatch, active=False)
     job = lab.Job(argparse.Namespace(lab="bench"), tmp_path)
-    figures = [job.file("1gbit", f"solo-{tokens}-float32") for tokens in (2048, 4096)]
+    figures = [job.file("1gbit", f"single-{tokens}-float32") for tokens in (2048, 4096)]
     for file in figures:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
     with pytest.raises(SystemExit, match=r"the training on bench-2 ended too early.*journalctl"):
-        lab.measure_cases(job, GROUPS[0], ["solo-2048-float32", "solo-4096-float32"], tmp_path)
+        lab.measure_cases(job, GROUPS[0], ["single-2048-float32", "single-4096-float32"], tmp_path)
     assert commands.did[-1] == "end neighbour"
     assert not any(file.exists() for file in figures), "they are not what their names say"
 
 
-def test_a_fleet_is_held_against_a_solo_beside_an_idle_host_too() -> None:
-    results = {"solo-4096": measured(4096, 13.0), "exact-4096": measured(4096, 8.0, ranks=2, sync="exact")}
-    assert lab.ratios_idle(results, {"solo-4096": measured(4096, 12.0)}) == {"exact-4096": 1.5}
+def test_a_fleet_is_held_against_a_single_beside_an_idle_host_too() -> None:
+    results = {"single-4096": measured(4096, 13.0), "exact-4096": measured(4096, 8.0, ranks=2, sync="exact")}
+    assert lab.ratios_idle(results, {"single-4096": measured(4096, 12.0)}) == {"exact-4096": 1.5}
     assert lab.ratios_idle(results, {}) == {}
     row = {"ratio": 1.6, "ratio_idle": 1.5, "baseline_share_of_limit": 0.9, "relative_gemm_rate": 0.9}
     line = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
@@ -161,12 +163,12 @@ def test_a_fleet_is_held_against_a_solo_beside_an_idle_host_too() -> None:
 
 def test_figures_of_another_version_are_measured_again_and_stay_until_then(tmp_path: Path) -> None:
     job = lab.Job(argparse.Namespace(again=False, quick=False, only=[], lab="bench"), tmp_path)
-    stages = ["solo-4096-float32", "solo-2048-float32"]
+    stages = ["single-4096-float32", "single-2048-float32"]
     for stage, schema in zip(stages, (SCHEMA, SCHEMA - 1), strict=True):
         job.file("1gbit", stage).parent.mkdir(parents=True, exist_ok=True)
         job.file("1gbit", stage).write_text(json.dumps({"schema": schema}))
-    assert job.left("1gbit", stages) == ["solo-2048-float32"]
-    assert job.file("1gbit", "solo-2048-float32").exists()
+    assert job.left("1gbit", stages) == ["single-2048-float32"]
+    assert job.file("1gbit", "single-2048-float32").exists()
 
 
 def test_a_stage_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

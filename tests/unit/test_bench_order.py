@@ -19,12 +19,12 @@ STAGE = """
   run_once: true
 """
 STAGES = {
-    "solo-1": ["a"],
+    "single-1": ["a"],
     "exact-1": ["a", "b"],
-    "solo-2-on-b": ["b"],
+    "single-2-on-b": ["b"],
     "exact-2": ["a", "b"],
-    "solo-3": ["a"],
-    "solo-4-on-b": ["b"],
+    "single-3": ["a"],
+    "single-4-on-b": ["b"],
 }
 
 

@@ -25,16 +25,16 @@ def test_a_fleet_is_measured_alone_together_and_in_every_mode() -> None:
     stages = {stage["name"]: stage for stage in plan()}
     modes = {f"{mode}-{8192 if mode == 'local' else 4096}" for mode in SYNC_MODES}
     assert set(stages) == {
-        "solo-4096-on-a",
-        "solo-4096-on-b",
-        "solo-2048-on-a",
+        "single-4096-on-a",
+        "single-4096-on-b",
+        "single-2048-on-a",
         "ranks2-4096-on-a",
         "ddp-4096",
         *modes,
     }
     assert stages["exact-4096"]["hosts"] == ["a", "b"]
     assert stages["exact-4096"]["config"]["sync"] == "exact"
-    assert stages["solo-4096-on-b"]["hosts"] == ["b"]
+    assert stages["single-4096-on-b"]["hosts"] == ["b"]
     assert (stages["ranks2-4096-on-a"]["nproc"], stages["ranks2-4096-on-a"]["hosts"]) == (2, ["a"])
     assert {name for name, stage in stages.items() if stage["arguments"]} == {"ddp-4096"}
     assert (stages["ddp-4096"]["arguments"], stages["ddp-4096"]["hosts"]) == (["--ddp"], ["a", "b"])
@@ -43,7 +43,7 @@ def test_a_fleet_is_measured_alone_together_and_in_every_mode() -> None:
 
 def test_one_host_has_no_sync_modes_and_a_gpu_is_measured_too() -> None:
     names = [stage["name"] for stage in filters.bench_plan("", ["a"], ["a"], {}, 4096, 5)]
-    assert names == ["solo-4096-on-a", "gpu-4096-on-a", "ranks2-4096-on-a"]
+    assert names == ["single-4096-on-a", "gpu-4096-on-a", "ranks2-4096-on-a"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_plain_ddp_is_a_kind_of_the_benchmark_and_no_sync_mode() -> None:
 
 
 def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: Path) -> None:
-    (stage,) = plan("solo-4096", depth="4")
+    (stage,) = plan("single-4096", depth="4")
     told = {
         "schema": SCHEMA,
         "hosts": ["a"],
@@ -92,14 +92,14 @@ def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: P
         "device_batch_size": 2,
         "steps": 5,
     }
-    file = tmp_path / "solo-4096.json"
+    file = tmp_path / "single-4096.json"
 
     def measured(**other: Any) -> list[str]:
         file.write_text(json.dumps({**told, **other}))
         return list(filters.measured([stage], [file]))
 
-    assert measured() == ["solo-4096"]
-    assert measured(steps=6) == ["solo-4096"]
+    assert measured() == ["single-4096"]
+    assert measured(steps=6) == ["single-4096"]
     others: list[dict[str, Any]] = [{"schema": 0}, {"hosts": ["tower"]}, {"steps": 4}]
     for other in (*others, {"depth": 2}, {"sequence_len": 512}, {"device_batch_size": 1}):
         assert measured(**other) == []
@@ -114,7 +114,7 @@ def test_a_stage_is_read_from_its_name() -> None:
     assert stage["config"]["total_batch_size"] == 16384
     assert stage["config"]["depth"] == "4"
     assert stage["shares"] == "12,4"
-    (stage,) = plan("solo-4096-bfloat16-on-b")
+    (stage,) = plan("single-4096-bfloat16-on-b")
     assert (stage["hosts"], stage["config"]["dtype"], stage["shares"]) == (["b"], "bfloat16", "equal")
     assert plan("exact-4096-auto")[0]["shares"] == "auto"
 
@@ -122,9 +122,9 @@ def test_a_stage_is_read_from_its_name() -> None:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ("exakt-4096", "its kind is solo or"),
+        ("exakt-4096", "its kind is single or"),
         ("exact", "KIND-TOKENS"),
-        ("solo-4096-on-c", "there is no host c"),
+        ("single-4096-on-c", "there is no host c"),
         ("exact-5000", "multiple of sequence_len"),
         ("exact-4096-on-a", "on all hosts"),
         ("ddp-4096-on-a", "ddp is measured on all hosts"),

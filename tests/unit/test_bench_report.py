@@ -13,8 +13,8 @@ from trainer.bench import SCHEMA, report
 
 def test_ratio_and_bound_of_a_pair() -> None:
     results = {
-        "solo-2048": measured(2048, 7.0),
-        "solo-4096": measured(4096, 12.0),
+        "single-2048": measured(2048, 7.0),
+        "single-4096": measured(4096, 12.0),
         "exact-4096": measured(4096, 8.0, ranks=2, sync="exact"),
     }
     row = {one["case"]: one for one in report.compare(results, link_mbit=1000)}["exact-4096"]
@@ -30,8 +30,8 @@ def test_ratio_and_bound_of_a_pair() -> None:
 def test_a_slow_link_bounds() -> None:
     slow = {"reduce_bandwidth": 11e6}
     results = {
-        "solo-2048": measured(2048, 7.0),
-        "solo-4096": measured(4096, 12.0),
+        "single-2048": measured(2048, 7.0),
+        "single-4096": measured(4096, 12.0),
         "exact-4096": measured(4096, 18.0, ranks=2, sync="exact", of_rank=slow),
     }
     row = {one["case"]: one for one in report.compare(results)}["exact-4096"]
@@ -42,7 +42,7 @@ def test_a_slow_link_bounds() -> None:
 
 def test_local_is_held_against_a_ranks_own_step_by_its_mean() -> None:
     results = {
-        "solo-4096": measured(4096, 12.0),
+        "single-4096": measured(4096, 12.0),
         "local-8192": measured(8192, 11.0, ranks=2, sync="local", mean=12.5),
     }
     row = {one["case"]: one for one in report.compare(results)}["local-8192"]
@@ -52,17 +52,17 @@ def test_local_is_held_against_a_ranks_own_step_by_its_mean() -> None:
 
 def test_uneven_shares_that_were_not_measured_alone_are_scaled() -> None:
     results = {
-        "solo-4096": measured(4096, 12.0),
-        "solo-16384": measured(16384, 48.0),
+        "single-4096": measured(4096, 12.0),
+        "single-16384": measured(16384, 48.0),
         "exact-16384": measured(16384, 40.0, ranks=2, sync="exact", shares=[12, 4]),
     }
     row = {one["case"]: one for one in report.compare(results)}["exact-16384"]
     assert row["bound"] == pytest.approx(48 / 36)
 
 
-def test_without_a_solo_there_is_no_ratio_and_formats_do_not_mix() -> None:
+def test_without_a_single_there_is_no_ratio_and_formats_do_not_mix() -> None:
     results = {
-        "solo-4096": measured(4096, 6.0, of_rank={"compute_dtype": "bfloat16"}),
+        "single-4096": measured(4096, 6.0, of_rank={"compute_dtype": "bfloat16"}),
         "exact-4096": measured(4096, 8.0, ranks=2, sync="exact"),
     }
     row = {one["case"]: one for one in report.compare(results)}["exact-4096"]
@@ -86,7 +86,7 @@ def test_cases_are_compared_with_plain_ddp_of_the_same_work() -> None:
         "fast-4096-bfloat16": measured(4096, 5.0, ranks=2, sync="fast", of_rank=half),
         "exact-16384-float32": measured(16384, 30.0, ranks=2, sync="exact"),
         "ranks2-4096": measured(4096, 8.0, ranks=2, sync="exact") | {"hosts": ["a", "a"]},
-        "solo-4096": measured(4096, 16.0),
+        "single-4096": measured(4096, 16.0),
     }
     factors = {row["case"]: row["over_ddp"] for row in report.compare(results) if "over_ddp" in row}
     assert factors == {"exact-4096-float32": 1.5, "dense-4096-float32": 0.8}
@@ -107,7 +107,7 @@ def test_the_first_table_goes_from_one_process_to_all_hosts_and_gpus() -> None:
         "ddp-4096": measured(4096, 12.0, ranks=2, sync="ddp", of_rank=reduces),
         "ranks4-4096": four,
         "ranks2-4096": measured(4096, 8.5, ranks=2, sync="exact") | {"hosts": ["a", "a"]},
-        "solo-4096": measured(4096, 16.0),
+        "single-4096": measured(4096, 16.0),
     }
     text = report.as_markdown(results, report.compare(results))
     lines = text.split("\n\n")[1].splitlines()
@@ -134,8 +134,8 @@ def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     stages.mkdir()
     assert report.main([str(stages), "--out", str(tmp_path)]) == 2
     for name, result in {
-        "solo-4096": measured(4096, 12.0),
-        "solo-2048": measured(2048, 7.0),
+        "single-4096": measured(4096, 12.0),
+        "single-2048": measured(2048, 7.0),
         "exact-4096": measured(4096, 8.0, ranks=2, sync="exact"),
     }.items():
         (stages / f"{name}.json").write_text(json.dumps(result))
@@ -150,11 +150,11 @@ def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_figures_of_another_version_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "solo-4096.json").write_text(json.dumps(measured(4096, 12.0)))
-    (tmp_path / "solo-2048.json").write_text(json.dumps(measured(2048, 7.0) | {"schema": SCHEMA - 1}))
+    (tmp_path / "single-4096.json").write_text(json.dumps(measured(4096, 12.0)))
+    (tmp_path / "single-2048.json").write_text(json.dumps(measured(2048, 7.0) | {"schema": SCHEMA - 1}))
     assert report.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "another version of nanofleet measured it: solo-2048." in out
+    assert "another version of nanofleet measured it: single-2048." in out
     assert "bench_again=true" in out
-    assert "| solo-4096 |" in out
-    assert "| solo-2048 |" not in out
+    assert "| single-4096 |" in out
+    assert "| single-2048 |" not in out

@@ -13,6 +13,7 @@ import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import runtime_environments as filters
 from ansible_collections.nanofleet.fleet.plugins.module_utils import venv_state
 from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_lock as locks
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import sha256_of
 from ansible_collections.nanofleet.fleet.plugins.modules import locked_venv
 from wheels import make_wheel
 
@@ -20,7 +21,7 @@ from wheels import make_wheel
 def sent(wheels: Path) -> dict[str, Any]:
     """What the controller sends as arguments: its locks, and the digest that names the environment."""
     return {
-        "digest": locks.sha256_of(wheels / locks.REQUIREMENTS),
+        "digest": sha256_of(wheels / locks.REQUIREMENTS),
         "requirements": (wheels / locks.REQUIREMENTS).read_text(),
     }
 

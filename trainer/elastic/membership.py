@@ -33,6 +33,7 @@ from trainer.elastic.agreement import (
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import Member, StoreKeys, View
 from trainer.elastic.signed import SignedKeys, read_secret
+from trainer.elastic.store_watch import LOST_STORE_SECONDS, StoreWatch
 from trainer.health.diagnosis import EndpointResult
 from trainer.health.endpoint import EndpointAddress, query
 from trainer.host.logger import RunLogger, fields
@@ -48,7 +49,6 @@ FAREWELL_SECONDS = 0.5
 MEET_SECONDS = 10.0  # for all members of a view to be about to connect
 POLL_SECONDS = 0.02
 REQUESTS = "requests"
-LOST_STORE_SECONDS = 3.0  # without an answer of the store, a member gives up
 LOST_STORE = (
     f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
     "Its host is off, asleep or cut off, or its rank is frozen."
@@ -64,7 +64,6 @@ class Membership:
     env: the environment of this rank. env.rank is its number, not its rank in the view (see keys.py).
     store: the rendezvous store.
     left: event that is set when this member may end.
-    is_store_lost: whether the store has not answered for LOST_STORE_SECONDS; this member then gives it up.
     """
 
     view: View
@@ -102,7 +101,6 @@ class Membership:
         self.send_state: Callable[[dist.Store], None] | None = None
         self._fetched: set[str] = set()  # tokens of ranks to which the shared state was sent
         self._broken = 0, ""  # the last generation whose members no longer wait for each other, and why
-        self.is_store_lost = False
         self._uses_store = False  # whether the training thread uses the store, and may wait for it for ever
         self._suspects: set[tuple[int, int]] = set()  # number and incarnation of members that may be lost
         self._joining: tuple[float, Collection[Member]] = (
@@ -114,8 +112,7 @@ class Membership:
         self._leaving = threading.Event()
         self.left = threading.Event()  # set when this member may end
         self._stopped = threading.Event()
-        if not env.is_coordinator:
-            threading.Thread(target=self._watch_store, name="membership", daemon=True).start()
+        self._store_watch = None if env.is_coordinator else StoreWatch(env, self._lose_store, self._stopped)
 
     def _open_keys(self, secret: bytes, run_id: str) -> SignedKeys:
         """The signed keys of this rank. Raises RunEnd if it may not take part."""
@@ -204,6 +201,11 @@ class Membership:
         self._wanted = False
         self._report(before)
         return self.view
+
+    @property
+    def is_store_lost(self) -> bool:
+        """Whether the store has not answered for LOST_STORE_SECONDS. This member then gives it up."""
+        return self._store_watch is not None and self._store_watch.is_lost
 
     @contextlib.contextmanager
     def _using_store(self) -> Iterator[None]:
@@ -398,39 +400,12 @@ class Membership:
             except RuntimeError:
                 keys = None
 
-    def _watch_store(self) -> None:
-        """When the store does not answer, end the waits for the members.
-
-        A connection to a frozen host stays open, and one to a host without power too: a thread that uses the
-        store may wait for ever. If the training thread does, this process ends.
-        """
-        answered = time.monotonic()
-
-        def ask() -> None:
-            nonlocal answered
-            store = None
-            while not self._stopped.wait(0.5):
-                try:
-                    store = store or open_store(self.env, seconds=LOST_STORE_SECONDS / 2)
-                    store.check(["any"])
-                    answered = time.monotonic()
-                except RuntimeError:
-                    store = None
-
-        threading.Thread(target=ask, name="store", daemon=True).start()
-        looked = answered
-        while not self._stopped.wait(WATCH_SECONDS):
-            late = time.monotonic() - looked - WATCH_SECONDS
-            looked = time.monotonic()
-            if late > LATE_SECONDS:  # this process was frozen, or its host asleep: the store had no chance
-                answered = looked
-            if looked - answered > LOST_STORE_SECONDS:
-                self.is_store_lost = True
-                if hasattr(self, "view"):
-                    self._break(self.view, LOST_STORE)
-                if self._uses_store or not hasattr(self, "view"):
-                    self._end_process(Retryable(LOST_STORE))
-                    return
+    def _lose_store(self) -> None:
+        """The store does not answer: end the waits for the members, and this process if it waits for that."""
+        if hasattr(self, "view"):
+            self._break(self.view, LOST_STORE)
+        if self._uses_store or not hasattr(self, "view"):
+            self._end_process(Retryable(LOST_STORE))
 
     def _has_requests(self, view: View, keys: SignedKeys) -> bool:
         """On the coordinator, whether to look at the requests of all ranks, of which there may be a new one.

@@ -83,12 +83,12 @@ class Placement:
     def tags(self) -> dict[str, str]:
         """The tags of the placement for the tracker: {name: text}.
 
-        Names: `arrangement.sync`; `arrangement.owner_speeds` if the speeds are known; `predicted.NAME` for
+        Names: `placement.sync`; `placement.owner_speeds` if the speeds are known; `predicted.NAME` for
         each field of the prediction, if there is a prediction.
         """
-        tags = {"arrangement.sync": self.sync}
+        tags = {"placement.sync": self.sync}
         if self.owner_speeds:
-            tags["arrangement.owner_speeds"] = "/".join(map(str, self.owner_speeds))
+            tags["placement.owner_speeds"] = "/".join(map(str, self.owner_speeds))
         if self.prediction:
             tags |= {f"predicted.{name}": str(value) for name, value in asdict(self.prediction).items()}
         return tags
@@ -260,12 +260,12 @@ def broadcast_placement(group: Collectives, placement: Placement | None) -> Plac
 def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: bool, auto: bool) -> Placement:
     """`placement` with values from a checkpoint of the same hosts.
 
-    meta: content of the checkpoint's meta.json; the values are in its keys `arrangement` (a saved placement)
+    meta: content of the checkpoint's meta.json; the values are in its keys `placement` (a saved placement)
     and `shares`. by_speed: whether rows are split by speed. auto: whether the setting sync is auto. The
     checkpoint always sets owner_speeds and prediction; it sets the rows per rank only if `by_speed` is True,
     and the sync mode only if `auto` is True.
     """
-    before = meta.get("arrangement") or {}
+    before = meta.get("placement") or meta.get("arrangement") or {}  # as older ones have it
     return replace(
         placement,
         shares=tuple(meta["shares"]) if by_speed else placement.shares,

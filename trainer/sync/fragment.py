@@ -164,7 +164,7 @@ class Fragment:
         for name, momentum in zip(self.names, self.momentum, strict=True):
             states[name] = {"momentum": momentum, "met_at": torch.tensor(synced_at)}
             if self.active_at is not None:
-                states[name]["touched_at"] = self.active_at
+                states[name]["active_at"] = self.active_at
                 states[name]["kept"] = torch.tensor(decay, dtype=torch.float64)
         return states
 

@@ -393,7 +393,7 @@ class Local(SyncMode):
         """The state that is equal on all ranks; see SyncMode.
 
         State of each parameter: `momentum` (of the outer step) and `met_at` (step of the last sync round). An
-        embedding also has `touched_at` (for each row, the last step at which it was active) and `kept`
+        embedding also has `active_at` (for each row, the last step at which it was active) and `kept`
         (weight decay, as a factor, of a row without tokens). The first parameter of a fragment also has the
         state of a round in flight (`SyncRound.common_state`).
         """
@@ -446,7 +446,8 @@ class Local(SyncMode):
                 fragment.momentum[i].copy_(state["momentum"])
                 fragment.synced_at = fragment.completed = int(state["met_at"])
                 if fragment.active_at is not None:
-                    fragment.active_at.copy_(state["touched_at"])
+                    key = "active_at" if "active_at" in state else "touched_at"  # its older name
+                    fragment.active_at.copy_(state[key])
                     fragment.decay = float(state["kept"])
                 if own:
                     p.copy_(own[f"here/{name}"])
