@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.storage import State
 from trainer.distributed.process_group import Collectives, Pending
 from trainer.elastic import reshard
 from trainer.elastic.reshard import Held
@@ -172,8 +173,8 @@ def test_each_rank_has_its_state_and_received_only_what_it_lacked(
         mine, group, held = Rank(rank, after, mode), ThreadGroup(rank, network), held_of[rank]
         offers = reshard.gather_offers(group, held)
         assert reshard.is_complete(offers)
-        for name, parameter in mine.model.named_parameters():
-            parameter.data = held.tensors[reshard.MODEL + name] if held.tensors else parameter.data
+        if held.tensors:
+            held.load_parameters(mine.model)
         optim = reshard.reshard(group, offers, held, mine.model, mine.sync)
         mine.optimizer.load_state_dict(optim, assign=True)
         return mine
@@ -187,6 +188,39 @@ def test_each_rank_has_its_state_and_received_only_what_it_lacked(
             for key, tensor in tensors.items():
                 assert torch.equal(tensor, found[name][key]), (rank, name, key)
         assert network.bytes[rank] == lacking(held_of[rank], mine, rank, truth)
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact"])
+@pytest.mark.parametrize(("holders", "others"), [(1, 0), (1, 2), (2, 0), (2, 1), (2, 3)])
+def test_after_a_loss_the_ranks_that_have_copies_receive_nothing(
+    truth: tuple[dict[str, Tensor], dict[str, ParameterState]], mode: str, holders: int, others: int
+) -> None:
+    parameters, state = truth
+    network = Network(holders + others)
+
+    def take(rank: int) -> tuple[Rank, Held]:
+        mine, group = Rank(rank, holders + others, mode), ThreadGroup(rank, network)
+        copy = State({"step": 5}, dict(parameters), {name: dict(each) for name, each in state.items()})
+        held = reshard.hold_copy(copy if rank < holders else None)
+        offers = reshard.gather_offers(group, held)
+        assert reshard.is_complete(offers)
+        if rank < holders:
+            held.load_parameters(mine.model)
+        optim = reshard.reshard(group, offers, held, mine.model, mine.sync)
+        mine.optimizer.load_state_dict(optim, assign=not held.is_copy)
+        return mine, held
+
+    for rank, (mine, held) in enumerate(each_rank(holders + others, take)):
+        for name, tensor in mine.model.state_dict().items():
+            assert torch.equal(tensor, parameters[name]), name
+            assert tensor.data_ptr() != parameters[name].data_ptr(), "training must not change the copy"
+        expected, found = mine.part_of(rank, state), mine.optimizer.state_dict()
+        for name, tensors in expected.items():
+            for key, tensor in tensors.items():
+                assert torch.equal(tensor, found[name][key]), (rank, name, key)
+                assert found[name][key].data_ptr() != state[name][key].data_ptr()
+        assert not held.tensors
+        assert (network.bytes[rank] == 0) == (rank < holders)
 
 
 def test_what_nobody_has_is_noticed() -> None:

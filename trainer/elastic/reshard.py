@@ -1,7 +1,8 @@
-"""Moves the state of a run to its next members in an orderly change; sends only what a rank lacks.
+"""Moves the state of a run to its next members; sends only what a rank lacks.
 
     held = hold(rank, step, model, sync, optimizer, meta)     # what a rank has after a step; not copies
     held = hand_over(group, held, leaving)                    # those that stay receive what the others have
+    held = hold_copy(state)                                   # or after a loss: on the ranks that have copies
     offers = gather_offers(group, held)                       # of the next members, in their process group
     if is_complete(offers):
         optim = reshard(group, offers, held, model, sync)     # parameters are received in place
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.exchange import unflatten
+from trainer.checkpoint.exchange import flatten, unflatten
+from trainer.checkpoint.storage import State
 from trainer.distributed.process_group import Collectives, Pending
 from trainer.distributed.tensor_format import formats_of
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
@@ -43,12 +45,22 @@ class Held:
     tensors: {path: tensor}. The path of a parameter is its key, and that of optimizer state KEY/STATE. If it
     has rows only, a tensor of optimizer state consists of these, and a parameter has all rows with old values
     in the others. In the offer of another rank, the tensors have no content (device meta).
+    is_copy: whether the tensors are those of a copy of the state, which have to stay as they are.
     """
 
     step: int = -1
     meta: dict[str, Any] = field(default_factory=dict)
     rows: dict[str, Rows] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    is_copy: bool = False
+
+    def load_parameters(self, model: nn.Module) -> None:
+        """Give `model` the parameters. They share the memory with `tensors`, unless these are a copy."""
+        for name, parameter in model.named_parameters():
+            if self.is_copy:
+                parameter.data.copy_(self.tensors[MODEL + name])
+            else:
+                parameter.data = self.tensors[MODEL + name]
 
 
 def hold(
@@ -65,6 +77,15 @@ def hold(
             held.rows[name] = sync.owned_rows(name, rank)
             held.tensors.update({f"{name}/{key}": tensor for key, tensor in state.get(name, {}).items()})
     return held
+
+
+def hold_copy(state: State | None) -> Held:
+    """What a rank has that has a copy of the whole state; nothing if `state` is None."""
+    if state is None:
+        return Held()
+    tensors = {MODEL + name: tensor for name, tensor in state.model.items()} | flatten(state.optim)
+    rows: dict[str, Rows] = {key: None for name in state.model for key in (MODEL + name, name)}
+    return Held(state.step, state.meta, rows, tensors, is_copy=True)
 
 
 def hand_over(group: Collectives, held: Held, leaving: Sequence[int]) -> Held:
@@ -133,26 +154,29 @@ def reshard(
     """Receive the parameters that `model` lacks, in place, and return the optimizer state of this rank.
 
     All ranks call it. offers: what each rank has, by rank, which is complete. held: what this rank has. Where
-    it has parameters, `model` has them already. sync: of the new owner ranks. The result may have tensors of
-    `held`. Raises PeerLost if a rank is lost.
+    it has parameters, `model` has them already. A copy has no tensors afterwards, so that it needs no memory
+    beside the result. sync: of the new owner ranks. The result may have tensors of `held`. Raises PeerLost if
+    a rank is lost.
     """
     parameters, found = model.state_dict(), {}
 
     def exchange(path: str) -> Pending:
         key = _key(path)
-        if path == key:
-            whole: list[Rows] = [None for _ in offers]
-            return _exchange(group, path, offers, held, whole, parameters[key.removeprefix(MODEL)])
-        needs = [
-            sync.owned_rows(key, rank) if sync.owner_of(key) in (None, rank) else NOTHING
-            for rank in range(len(offers))
-        ]
-        pending = _exchange(group, path, offers, held, needs)
+        needs: list[Rows] = [None for _ in offers]
+        if path != key:
+            needs = [
+                sync.owned_rows(key, rank) if sync.owner_of(key) in (None, rank) else NOTHING
+                for rank in range(len(offers))
+            ]
+        into = parameters[key.removeprefix(MODEL)] if path == key else None
+        pending = _exchange(group, path, offers, held, needs, into)
 
         def finish() -> None:
             result = pending()
-            if result is not None:
+            if path != key and result is not None:
                 found[path] = result
+            if held.is_copy:
+                held.tensors.pop(path, None)
 
         return finish
 

@@ -89,7 +89,7 @@ class ElasticSetup(RunSetup):
     Set before `run`, besides the attributes of RunSetup:
     end_process: function that ends this process from another thread than the training thread. It must be set.
     candidacy: the elections, with coordinator_failover; else None.
-    held: after an orderly change of the members, what this rank has of the state; else nothing.
+    held: in a change of the members, what this rank has of the state from which they continue.
     copy: the copy of the state, on a coordinator that continues the run from its memory; else None.
     kept: with sync=local, what this rank continues from after an election; else None. `run` sets it to None.
     wait_for_checkpoint: after an election, function that waits until this process has written the state of
@@ -209,7 +209,7 @@ class ElasticSetup(RunSetup):
             self._regroup(self.sync, state)
         elif self._offers:
             optim = reshard.reshard(self.group, self._offers, self.held, self.model, self.sync)
-            self.optimizer.load_state_dict(optim, assign=True)
+            self.optimizer.load_state_dict(optim, assign=not self.held.is_copy)
             self.sync.load(state.step, {}, {})
             self.train_state = TrainState.from_meta(state.meta)
         else:
@@ -299,8 +299,7 @@ class ElasticSetup(RunSetup):
         if not reshard.is_complete(self._offers):
             self.held, self._offers = reshard.Held(), []
         elif self._offers[self.group.rank].step >= 0:
-            for name, parameter in self.model.named_parameters():
-                parameter.data = self.held.tensors[reshard.MODEL + name]
+            self.held.load_parameters(self.model)
         else:
             self.held = reshard.Held()
         return State(self.held.meta, {}, {}) if self._offers and self.env.is_coordinator else None

@@ -1,9 +1,8 @@
 """Training of one rank of an elastic run: the run continues without a restart when hosts leave and join.
 
 After a step, the members that stay and those that join connect again. In an orderly change they continue
-from that step, and each receives what it lacks of the state (reshard.py). After a loss they continue from a
-copy of the state on the coordinator, the newest complete one, by default about a minute old at most; the
-steps after it are trained again, on the same rows.
+from that step, and after a loss from a copy of the state, the newest complete one, by default about a minute
+old at most; the steps after it are trained again, on the same rows. Each receives what it lacks (reshard.py).
 
 With sync=local no copies are needed: each rank continues from its own parameters (trainer/sync/local.py).
 
@@ -367,6 +366,8 @@ class ElasticTrainer(Trainer):
                 view = self._next_view(leaving)
                 if not self._is_local:
                     self._release()
+                    if self.setup.held.step < 0 or self.setup.held.is_copy:
+                        self.setup.held = reshard.hold_copy(state_of(self.copies.newest))
                 self.setup.connect_members(view, self._saved_state)
                 self._begin()
                 self.reporter.train_state.checkpoint = before.checkpoint
