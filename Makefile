@@ -52,12 +52,19 @@ lint-ansible:
 	yamllint --strict .
 	ansible-lint --offline
 
+# An environment of its own: it would add 27 packages to that of every developer, Sphinx among them.
+ANTSIBULL := .cache/antsibull/bin/antsibull-docs
+.PHONY: lint-docs
+lint-docs: venv ## antsibull-docs: the documentation of modules, filters and roles, as Ansible's documentation site checks it
+	@test -x $(ANTSIBULL) || { python -m venv .cache/antsibull && .cache/antsibull/bin/pip install -q antsibull-docs==2.28.0; }
+	$(ANTSIBULL) lint-collection-docs --plugin-docs .
+
 .PHONY: test-fast
 test-fast: lint ## lint, and the tests that start no containers and no ranks: under 3 minutes
 	pytest -n 2 --dist worksteal -m "not lab and not slow and not processes"
 
 .PHONY: test
-test: lab-tools test-fast ## and ranks that train, Molecule on Debian 12 and 13 hosts, end to end over SSH, and a soak of 5 minutes
+test: lab-tools test-fast lint-docs ## and ranks that train, Molecule on Debian 12 and 13 hosts, end to end over SSH, and a soak of 5 minutes
 	@scripts/bootstrap.sh browser
 	pytest -n 2 --dist worksteal -m "processes and not slow"
 	scripts/molecule.sh default trixie network
@@ -65,7 +72,7 @@ test: lab-tools test-fast ## and ranks that train, Molecule on Debian 12 and 13 
 	NANOFLEET_FAULTS_MINUTES=4 pytest -s tests/e2e/test_soak.py
 
 .PHONY: test-full
-test-full: lab-tools lint ## everything
+test-full: lab-tools lint lint-docs ## everything
 	pytest -n 2 --dist worksteal -m "not lab"
 	scripts/bootstrap.sh noble
 	scripts/molecule.sh default trixie noble network reset nosudo three upgrade installed

@@ -22,7 +22,15 @@ from trainer.config import AUTO_IS_0, RunConfig
 
 OPTION = re.compile(r"( +)(\w+):(?: &\w+)?")
 DEFAULT = re.compile(r"( +)(default: )(.+)")
+SAME = re.compile(r"\{\{ lookup\('nanofleet\.fleet\.setting', '(\w+)'\)(?: \| int)? \}\}")
 SAMPLE_LINE = re.compile(r"# (\w+): (\S.*?)( +#.*)?")
+
+
+def spec_defaults() -> dict[str, Any]:
+    """{setting: its default}. A variable of a role that has the value of another setting has its default."""
+    defaults = setting_defaults()
+    found = {name: SAME.fullmatch(value) for name, value in defaults.items() if isinstance(value, str)}
+    return defaults | {name: defaults[setting[1]] for name, setting in found.items() if setting}
 
 
 def is_repeated(value: Any) -> bool:
@@ -83,7 +91,7 @@ def files() -> dict[Path, str]:
     """{path: text} of each file that repeats defaults, with the current defaults in the text."""
     defaults = {**setting_defaults(), **RunConfig().to_dict()}
     specs = {
-        path: specs_with_defaults(path.read_text(encoding="utf-8"), setting_defaults())
+        path: specs_with_defaults(path.read_text(encoding="utf-8"), spec_defaults())
         for path in ROOT.glob("roles/*/meta/argument_specs.yml")
     }
     sample = ROOT / SETTINGS_FILE
