@@ -37,6 +37,7 @@ from trainer.placement.decide import Measured, Placement, compare_placements, de
 from trainer.placement.microbenchmark import Link, Speed
 from trainer.placement.single_host import find_obstacles
 from trainer.run_plan import make_plan
+from trainer.setup import RunSetup
 from trainer.sync.buckets import assign_owners
 
 PAIR = ["tower", "laptop"]
@@ -388,3 +389,12 @@ def test_shares_that_change_on_the_way_keep_the_curve(start: Start, data_dir: Pa
     assert " s a step, measured " in reason
     facts = json.loads((again[0].run_dir / "facts.json").read_text())
     assert facts["tags"]["predicted.sync"] == meta["placement"]["sync"]
+
+
+def test_a_checkpoint_that_mixes_two_views_is_not_one_of_these_hosts() -> None:
+    setup = object.__new__(RunSetup)
+    setup.group = Collectives(RankEnv(world_size=2), [Peer(0, "a", ""), Peer(1, "b", "")])
+    meta = {"hosts": ["a", "b"], "shares": [2, 3], "numerics": [{}, {}]}
+    assert setup._same_hosts(meta)
+    for other in ({"hosts": ["a"]}, {"shares": [1, 2, 2]}, {"numerics": [{}]}):
+        assert not setup._same_hosts(meta | other)
