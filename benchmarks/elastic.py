@@ -185,12 +185,13 @@ def events(lab: Lab, host: int) -> list[Event]:
     name, unit = lab.host(host), f"nanofleet-{lab.run_id}"
     gateway = lab.inside(host, "ip -4 route show default").split()[2]
     starts = f"systemctl reset-failed {unit}; systemctl start nanofleet@{lab.run_id}"
-    agent = "pkill -9 -u nanofleet -f -- '^[^ ]*python[^ ]* -m torch.distributed.run'"
+    # Not the main process of the unit, a script whose command line ends with that of torchrun.
+    end_torchrun = "pkill -9 -u nanofleet -f -- '^[^ ]*python[^ ]* -m torch.distributed.run'"
     # as systemd-suspend.service
     sleeps = f"-p Requires=sleep.target -p After=sleep.target sleep {AWAY_SECONDS:.0f}"
     return [
         Event("kill -9 of the rank", lambda: lab.inside(host, f"kill -9 $({RANK})")),
-        Event("kill -9 of torchrun", lambda: lab.inside(host, agent)),
+        Event("kill -9 of torchrun", lambda: lab.inside(host, end_torchrun)),
         Event("power cut", lambda: lab.podman("kill", name), lambda: lab.podman("start", name)),
         Event("freeze", lambda: lab.podman("pause", name), lambda: lab.podman("unpause", name)),
         Event(

@@ -24,6 +24,7 @@ from ansible_collections.nanofleet.fleet.trainer.presets import PRESETS, apply_p
 COLLECTION = Path(__file__).resolve().parents[2]
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+RENAMED = {"bench_stages": "bench_cases"}  # settings of earlier versions
 FOREIGN = ("ansible_", "awx_", "tower_")
 """Prefixes of names that Ansible itself, AWX and Ansible Automation Platform set."""
 # Example values for remedies, where the default is empty or does not help.
@@ -105,7 +106,7 @@ def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
         )
         return finding("NF002", f"-e {word}", f"The setting {word} has no value.", fix)
     lower = {known.lower(): known for known in names}
-    near = difflib.get_close_matches(name.lower(), list(lower), n=1)
+    near = difflib.get_close_matches(RENAMED.get(name, name).lower(), list(lower), n=1)
     if not near:
         fix = f"find the name of the setting in {SETTINGS_FILE}, then repeat the command with that name"
         return finding("NF003", given, f"There is no setting {name}.", fix)

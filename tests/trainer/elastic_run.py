@@ -49,13 +49,8 @@ class ElasticRun:
             "LOCAL_RANK": "0",
             **self.launch(rank),
         }
-        arguments = [
-            "train",
-            "--data-dir",
-            str(data_dir or self.data_dir),
-            "--run-dir",
-            str(self.run_dir(rank)),
-        ]
+        data, folder = data_dir or self.data_dir, self.run_dir(rank)
+        arguments = ["train", "--data-dir", str(data), "--run-dir", str(folder)]
         arguments += ["--run-id", "test", *flags({**self.knobs, **knobs})]
         log = self.folder / f"log-{rank}"
         self.processes[rank] = RankProcess(fault.split(), arguments, environment, log)

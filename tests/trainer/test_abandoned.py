@@ -85,6 +85,7 @@ print("ended")
 
 INCOMPLETE = """
 assert threads()
+assert sockets, "they are known, so that abandon can shut them down"
 group.abandon()
 wait_until(lambda: not (threads() or connections()), "threads or connections are left")
 print("ended")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.distributed.process_group import Collectives
+from trainer.distributed.process_group import Channel, Collectives, PeerLost
 from trainer.distributed.tensor_format import formats_of
 from trainer.elastic.snapshot import Copy, Snapshots, state_of
 from trainer.host.rank_env import RankEnv
@@ -61,6 +61,14 @@ def test_a_copy_is_due_as_often_as_it_costs_little(
     copies._arrival = 40.0
     slow = 80.0 if seconds == 12.0 else calm
     assert copies.interval(is_calm=True) == pytest.approx(slow), "a slow link is free half of the time"
+
+
+def test_no_copy_is_sent_over_a_group_that_was_abandoned() -> None:
+    group = Collectives(RankEnv(), [])
+    channel = Channel(group, object())
+    group.abandon()
+    with pytest.raises(PeerLost, match="members of the run have changed"):
+        channel.exchange(torch.empty(0), [], [])
 
 
 def test_a_copy_gives_way_to_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:

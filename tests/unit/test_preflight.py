@@ -44,6 +44,7 @@ def test_good_knobs_pass_as_text_and_as_numbers() -> None:
         ("runid", "run_id"),
         ("network_port_lo", "network_port_low"),
         ("nanofleet_usr", "nanofleet_user"),
+        ("bench_stages", "bench_cases"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) -> None:

@@ -72,9 +72,8 @@ class Coordinator:
         self._clock, self._sleep, self._is_replaced = clock, sleep, is_replaced
         self._numbers = range(1, world_size + ADDED_RANKS)  # of the ranks that may join
         self._losses: dict[int, tuple[float, float]] = {}  # number -> when it was left out, its delay then
-        self._slow: dict[
-            int, float
-        ] = {}  # number -> its delay when it is left out, because it joins too slowly
+        # number -> its delay when it is left out, because it joins too slowly
+        self._slow: dict[int, float] = {}
         self._handled: dict[int, int] = {}  # number -> incarnation that was refused, has left or is lost
 
     def first_view(

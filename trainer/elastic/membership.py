@@ -103,10 +103,8 @@ class Membership:
         self._broken = 0, ""  # the last generation whose members no longer wait for each other, and why
         self._uses_store = False  # whether the training thread uses the store, and may wait for it for ever
         self._suspects: set[tuple[int, int]] = set()  # number and incarnation of members that may be lost
-        self._joining: tuple[float, Collection[Member]] = (
-            0.0,
-            (),
-        )  # since when the members wait for which ranks
+        # Since when the members wait for which new ones.
+        self._joining: tuple[float, Collection[Member]] = 0.0, ()
         self._looked = -math.inf, (0, 0)  # time of the last look at all requests; their number, the view
         self._wanted = False  # whether a member leaves or a rank asks to join
         self._leaving = threading.Event()
