@@ -236,16 +236,20 @@ class Need:
         }
         if on_gpu:
             self.parts = {"Python, torch and CUDA": 5 * BASE_GIB}
-        may_coordinate = coordinates or config.has_failover(world_size // ranks)
+        has_failover = config.has_failover(world_size // ranks)
+        may_coordinate = coordinates or has_failover
         self.copy_gb = self.checkpoint_gb if may_coordinate else 0.0
         self.once = {"the copy a checkpoint is written from": self.copy_gb, "torchrun": TORCHRUN_GIB}
         copies = config.is_elastic and not local  # with local each rank continues from its own parameters
         if copies and may_coordinate:  # trainer/elastic/snapshot.py
             self.once["two copies of the state of an elastic run"] = 2 * self.checkpoint_gb
-        senders = ranks - 1 if may_coordinate else ranks
+        senders = ranks - 1 if coordinates and not has_failover else ranks
         if copies and senders:
             part = (self.checkpoint_gb - tables) / world_size
             self.once["a copy of its part of the state"] = senders * part
+        if copies and has_failover and ranks > 1:  # those of the first rank are above
+            own = tables + matrices + (2 * tables + matrices) / world_size
+            self.once["two copies of what its other ranks have of the state"] = 2 * (ranks - 1) * own
         if coordinates and config.tracker != "none":
             self.once["the tracker"] = TRACKER_GIB
 

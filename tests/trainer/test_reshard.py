@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.exchange import flatten
 from trainer.checkpoint.storage import State
-from trainer.distributed.process_group import Collectives, Pending
+from trainer.distributed.process_group import Channel, Collectives, Pending
 from trainer.elastic import reshard
 from trainer.elastic.reshard import Held
+from trainer.elastic.snapshot import Copy, Snapshots, held_of, state_of
 from trainer.host.rank_env import RankEnv
 from trainer.model.config import GPTConfig
 from trainer.model.gpt import GPT
@@ -49,6 +52,20 @@ class ThreadGroup(Collectives):
     def __init__(self, rank: int, network: Network) -> None:
         super().__init__(RankEnv(rank=rank, world_size=network.barrier.parties), [])
         self.network = network
+
+    def open_channel(self, name: str) -> Any:
+        """The transfers of copies: those of the ranks, one after another."""
+        channel = Channel(self, object())
+        channel.exchange = self._exchange  # type: ignore[method-assign]
+        return channel
+
+    def _exchange(
+        self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int], room: Tensor | None = None
+    ) -> Tensor:
+        pieces = self.network.exchange(self.rank, tensor.split(list(sends)))
+        found = torch.cat([tensor[:0], *(piece[self.rank] for piece in pieces)])
+        assert len(found) == sum(receives)
+        return found
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
         return self.network.exchange(self.rank, mine)
@@ -87,6 +104,26 @@ class Rank:
                     for key, tensor in tensors.items()
                 }
         return part
+
+    def load(self, rank: int, parameters: dict[str, Tensor], state: dict[str, ParameterState]) -> None:
+        """Take what `rank` has after a step: its part, and old values in rows of others."""
+        self.model.load_state_dict(parameters)
+        for name, tensor in self.model.state_dict().items():
+            if not self.sync.is_current(name) and (rows := self.sync.owned_rows(name, rank)) is not None:
+                old = torch.ones(len(tensor), dtype=torch.bool)
+                old[rows] = False
+                tensor[old] = OLD
+        self.optimizer.load_state_dict(self.part_of(rank, state))
+
+    def check(self, rank: int, parameters: dict[str, Tensor], state: dict[str, ParameterState]) -> None:
+        """Raise AssertionError unless this is the state of `rank`, bit by bit."""
+        for name, tensor in self.model.state_dict().items():
+            assert torch.equal(tensor, parameters[name]), name
+        expected, found = self.part_of(rank, state), self.optimizer.state_dict()
+        assert expected.keys() == found.keys()
+        for name, tensors in expected.items():
+            for key, tensor in tensors.items():
+                assert torch.equal(tensor, found[name][key]), (rank, name, key)
 
 
 @pytest.fixture(scope="module")
@@ -152,13 +189,7 @@ def test_each_rank_has_its_state_and_received_only_what_it_lacked(
 
     def give(rank: int) -> Held:
         mine = Rank(rank, before, mode)
-        mine.model.load_state_dict(parameters)
-        for name, tensor in mine.model.state_dict().items():
-            if not mine.sync.is_current(name) and (rows := mine.sync.owned_rows(name, rank)) is not None:
-                old = torch.ones(len(tensor), dtype=torch.bool)
-                old[rows] = False
-                tensor[old] = OLD
-        mine.optimizer.load_state_dict(mine.part_of(rank, state))
+        mine.load(rank, parameters, state)
         held = reshard.hold(rank, 5, mine.model, mine.sync, mine.optimizer, {"step": 5} if rank == 0 else {})
         return reshard.hand_over(ThreadGroup(rank, network), held, leaving)
 
@@ -180,13 +211,7 @@ def test_each_rank_has_its_state_and_received_only_what_it_lacked(
         return mine
 
     for rank, mine in enumerate(each_rank(after, take)):
-        for name, tensor in mine.model.state_dict().items():
-            assert torch.equal(tensor, parameters[name]), name
-        expected, found = mine.part_of(rank, state), mine.optimizer.state_dict()
-        assert expected.keys() == found.keys()
-        for name, tensors in expected.items():
-            for key, tensor in tensors.items():
-                assert torch.equal(tensor, found[name][key]), (rank, name, key)
+        mine.check(rank, parameters, state)
         assert network.bytes[rank] == lacking(held_of[rank], mine, rank, truth)
 
 
@@ -211,16 +236,92 @@ def test_after_a_loss_the_ranks_that_have_copies_receive_nothing(
         return mine, held
 
     for rank, (mine, held) in enumerate(each_rank(holders + others, take)):
+        mine.check(rank, parameters, state)
         for name, tensor in mine.model.state_dict().items():
-            assert torch.equal(tensor, parameters[name]), name
             assert tensor.data_ptr() != parameters[name].data_ptr(), "training must not change the copy"
-        expected, found = mine.part_of(rank, state), mine.optimizer.state_dict()
-        for name, tensors in expected.items():
+        for name, tensors in mine.optimizer.state_dict().items():
             for key, tensor in tensors.items():
-                assert torch.equal(tensor, found[name][key]), (rank, name, key)
-                assert found[name][key].data_ptr() != state[name][key].data_ptr()
+                assert tensor.data_ptr() != state[name][key].data_ptr()
         assert not held.tensors
         assert (network.bytes[rank] == 0) == (rank < holders)
+
+
+@pytest.mark.parametrize("mode", ["dense", "exact", "fast"])
+@pytest.mark.parametrize(("before", "lost"), [(3, [1]), (3, [0]), (4, [1]), (4, [3]), (8, [2, 5])], ids=str)
+def test_after_a_loss_the_others_receive_only_what_their_own_part_of_a_copy_lacks(
+    truth: tuple[dict[str, Tensor], dict[str, ParameterState]], mode: str, before: int, lost: list[int]
+) -> None:
+    parameters, state = truth
+    network = Network(before)
+
+    def keep(rank: int) -> Copy | None:
+        mine = Rank(rank, before, mode)
+        mine.load(rank, parameters, state)
+        copies = Snapshots(ThreadGroup(rank, network), None, [0, 1], [2, 7], on_all=True)
+        meta = {"step": 5, "terms": [[2, 0]]}
+        copies.start(5, mine.model, mine.sync, mine.optimizer, meta if rank == 0 else {})
+        copies.finish()
+        assert copies.newest is not None
+        assert copies.newest.meta == meta, "so that any rank can continue as the coordinator"
+        assert (state_of(copies.newest) is not None) == (rank in (0, 1))
+        for tensor in [*mine.model.state_dict().values(), *flatten(mine.optimizer.state_dict()).values()]:
+            tensor.fill_(OLD)  # the next steps
+        return copies.newest
+
+    kept = [copy for rank, copy in enumerate(each_rank(before, keep)) if rank not in lost]
+    after = len(kept)
+    network = Network(after)
+
+    def take(rank: int) -> tuple[Rank, int]:
+        mine, group, held = Rank(rank, after, mode), ThreadGroup(rank, network), held_of(kept[rank])
+        size = lacking(held, mine, rank, truth)
+        offers = reshard.gather_offers(group, held)
+        assert reshard.is_complete(offers)
+        held.load_parameters(mine.model)
+        optim = reshard.reshard(group, offers, held, mine.model, mine.sync)
+        mine.optimizer.load_state_dict(optim, assign=False)
+        return mine, size
+
+    received = []
+    for rank, (mine, size) in enumerate(each_rank(after, take)):
+        mine.check(rank, parameters, state)
+        assert network.bytes[rank] == size
+        received.append(size)
+    again = [held_of(copy) for copy in kept]
+    for tensors in (each.tensors for each in again):
+        assert not any((tensor == OLD).all() for tensor in tensors.values()), "a copy stays as it was"
+    holders = 2 - len({0, 1} & set(lost))
+    assert not any(received[:holders])
+    everything = sum(t.nbytes for t in (*parameters.values(), *flatten(state).values()))
+    assert max(received) < everything / 2
+
+
+def test_a_copy_of_the_same_step_from_another_view_is_not_mixed_in() -> None:
+    held = [held_of(copy) for copy in two_copies()]
+
+    def offers(*views: tuple[int, int]) -> list[int]:
+        network = Network(2)
+        parts = [replace(each, view=view) for each, view in zip(held, views, strict=True)]
+        found = each_rank(2, lambda rank: reshard.gather_offers(ThreadGroup(rank, network), parts[rank]))
+        return [each.step for each in found[0]]
+
+    assert offers((1, 4), (1, 4)) == [5, 5]
+    assert offers((1, 4), (1, 3)) == [5, -1]
+    assert offers((1, 4), (2, 4)) == [5, -1]
+
+
+def two_copies() -> list[Copy | None]:
+    """The copies of two ranks of the same step."""
+    network = Network(2)
+
+    def keep(rank: int) -> Copy | None:
+        mine = Rank(rank, 2, "exact")
+        copies = Snapshots(ThreadGroup(rank, network), None, [0], [0, 1], on_all=True)
+        copies.start(5, mine.model, mine.sync, mine.optimizer, {"step": 5} if rank == 0 else {})
+        copies.finish()
+        return copies.newest
+
+    return each_rank(2, keep)
 
 
 def test_what_nobody_has_is_noticed() -> None:

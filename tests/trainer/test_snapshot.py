@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.distributed.process_group import Channel, Collectives, PeerLost
 from trainer.distributed.tensor_format import formats_of
-from trainer.elastic.snapshot import Copy, Snapshots, state_of
+from trainer.elastic.snapshot import Copy, Layout, Snapshots, state_of
 from trainer.host.rank_env import RankEnv
 
 ROWS = [torch.tensor([0, 3]), torch.tensor([1, 4]), torch.tensor([2])]
@@ -33,7 +33,7 @@ def part_of(rank: int, holder: int) -> dict[str, Tensor]:
 def test_each_row_is_that_of_its_owner_on_every_holder(holder: int) -> None:
     parts = [part_of(rank, holder) for rank in range(3)]
     flat = [torch.cat([t.reshape(-1).view(torch.uint8) for t in part.values()]) for part in parts]
-    copy = Copy({"step": 9}, holder, [formats_of(part) for part in parts], flat, {"table": ROWS})
+    copy = Copy({"step": 9}, holder, Layout([formats_of(part) for part in parts], {"table": ROWS}), flat)
     state = state_of(copy)
     assert state is not None
     assert state.step == copy.step == 9
@@ -101,7 +101,7 @@ def test_memory_for_the_next_copy_is_no_third_copy(monkeypatch: pytest.MonkeyPat
     """After a change of the members the parts have other sizes: the old ones go before new ones are made."""
     before = torch.zeros(4, dtype=torch.uint8)
     old, made = weakref.ref(before), []
-    copies = Snapshots(Collectives(RankEnv(), []), Copy({}, 0, [b"[]"], [before], {}))
+    copies = Snapshots(Collectives(RankEnv(), []), Copy({}, 0, Layout([b"[]"], {}), [before]))
     del before
 
     def ones_like(part: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def test_memory_for_the_next_copy_is_no_third_copy(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch, "ones_like", ones_like)
     whole = torch.zeros(8, dtype=torch.uint8)
-    copies._send(whole[:0], [0], Copy({}, 0, [b"[]"], [whole], {}))
+    copies._send(whole[:0], [0], Copy({}, 0, Layout([b"[]"], {}), [whole]))
     assert made == [True]
-    copies._send(whole[:0], [0], Copy({}, 0, [b"[]"], [whole.clone()], {}))
+    copies._send(whole[:0], [0], Copy({}, 0, Layout([b"[]"], {}), [whole.clone()]))
     assert made == [True], "the memory of the last copy but one is used again"

@@ -81,8 +81,12 @@ def test_hosts_that_may_become_the_coordinator_keep_copies_of_the_state() -> Non
     other = run.Need(elastic, world_size=3, coordinates=False)
     without = other.with_(coordinator_failover="false")
     assert first.memory_gb - run.TRACKER_GIB == pytest.approx(other.memory_gb)
-    assert other.memory_gb - plain.memory_gb == pytest.approx(3 * plain.checkpoint_gb)
-    assert 0 < without.memory_gb - plain.memory_gb < plain.checkpoint_gb / 3
+    part = without.memory_gb - plain.memory_gb
+    assert 0 < part < plain.checkpoint_gb / 3
+    assert other.memory_gb - plain.memory_gb == pytest.approx(3 * plain.checkpoint_gb + part)
+    two = run.Need(elastic, world_size=6, coordinates=False, ranks=2)
+    second = two.once["two copies of what its other ranks have of the state"]
+    assert 2 * two.parts["weights"] < second < 2 * two.checkpoint_gb
     sizes = {"a": "99000000", "b": "4000000", "c": "99000000"}
     common = {"active": "", "disks": {}, "flags": "", "cores": 4}
     facts = {name: {**common, "memory_kb": size} for name, size in sizes.items()}
@@ -254,7 +258,7 @@ def test_a_run_of_several_hosts_is_elastic_where_its_copies_fit() -> None:
     assert decided == {"elastic": "false"}
     assert (found["code"], found["host"], found["severity"]) == ("NF445", "c", "warning")
     assert "-e elastic=true -e coordinator_failover=false" in found["remedy"]
-    assert "lacks 1." in found["problem"]
+    assert "lacks 2." in found["problem"]
     # With local each host continues from its own parameters, and keeps no copies.
     alone = run.Need({"depth": 8, "sync": "local", "elastic": "false"}, world_size=3).memory_gb
     three = {"a": "99000000", "b": "99000000", "c": str(int(alone * 2**20) + 1)}

@@ -2,7 +2,7 @@
 
     held = hold(rank, step, model, sync, optimizer, meta)     # what a rank has after a step; not copies
     held = hand_over(group, held, leaving)                    # those that stay receive what the others have
-    held = hold_copy(state)                                   # or after a loss: on the ranks that have copies
+    held = hold_copy(state)                                   # or after a loss: what it has a copy of
     offers = gather_offers(group, held)                       # of the next members, in their process group
     if is_complete(offers):
         optim = reshard(group, offers, held, model, sync)     # parameters are received in place
@@ -46,6 +46,8 @@ class Held:
     has rows only, a tensor of optimizer state consists of these, and a parameter has all rows with old values
     in the others. In the offer of another rank, the tensors have no content (device meta).
     is_copy: whether the tensors are those of a copy of the state, which have to stay as they are.
+    view: [term, generation] of the view in which the copy was made. Tensors of different copies of a step,
+        which was trained again after a loss, differ by rounding.
     """
 
     step: int = -1
@@ -53,6 +55,7 @@ class Held:
     rows: dict[str, Rows] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     is_copy: bool = False
+    view: Sequence[int] = ()
 
     def load_parameters(self, model: nn.Module) -> None:
         """Give `model` the parameters. They share the memory with `tensors`, unless these are a copy."""
@@ -122,19 +125,23 @@ def hand_over(group: Collectives, held: Held, leaving: Sequence[int]) -> Held:
 
 
 def gather_offers(group: Collectives, held: Held) -> list[Held]:
-    """What each rank has, by rank. All ranks call it. A rank without the step of rank 0 offers nothing."""
+    """What each rank has, by rank. All ranks call it.
+
+    A rank that has not the state of rank 0, but none or that of another step or copy, offers nothing.
+    """
     rows = {key: each if each is None else _runs(each) for key, each in held.rows.items()}
-    mine = json.dumps([held.step, rows, json.loads(formats_of(held.tensors))])
+    mine = json.dumps([held.step, list(held.view), rows, json.loads(formats_of(held.tensors))])
     offers = []
     for text in group.gather_bytes(mine.encode()):
-        step, rows, formats = json.loads(text)
+        step, view, rows, formats = json.loads(text)
         numbers = {key: each if each is None else _of_runs(each) for key, each in rows.items()}
         tensors = {
             path: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             for path, dtype, shape in formats
         }
-        offers.append(Held(step, {}, numbers, tensors))
-    return [offer if offer.step == offers[0].step else Held() for offer in offers]
+        offers.append(Held(step, {}, numbers, tensors, view=view))
+    first = offers[0]
+    return [offer if (offer.step, offer.view) == (first.step, first.view) else Held() for offer in offers]
 
 
 def is_complete(offers: Sequence[Held]) -> bool:

@@ -24,7 +24,7 @@ from trainer.elastic import prefetch, reshard
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.membership import Membership, lost_store
-from trainer.elastic.snapshot import Copy, state_of
+from trainer.elastic.snapshot import Copy, held_of, state_of
 from trainer.eval.core_bundle import Bundle
 from trainer.host.logger import fields
 from trainer.host.numerics import Numerics, Options
@@ -90,7 +90,8 @@ class ElasticSetup(RunSetup):
     end_process: function that ends this process from another thread than the training thread. It must be set.
     candidacy: the elections, with coordinator_failover; else None.
     held: in a change of the members, what this rank has of the state from which they continue.
-    copy: the copy of the state, on a coordinator that continues the run from its memory; else None.
+    copy: after an election, the copy of the state in the memory of this rank; else None. `run` sets it to
+        None if the run does not continue from it.
     kept: with sync=local, what this rank continues from after an election; else None. `run` sets it to None.
     wait_for_checkpoint: after an election, function that waits until this process has written the state of
         the last term as a checkpoint; else None.
@@ -184,22 +185,27 @@ class ElasticSetup(RunSetup):
         kept, self.kept = self.kept, None
         if self.joined.is_first:
             del kept
+            self.copy = None
             self.plan = dataclasses.replace(self.plan, shares=self._shares_of(self.joined.view))
             super()._begin(records, gpu)
             self._is_new = False
             return
         # This rank joins a run that trains, or continues one from its memory.
-        state = state_of(self.copy)
+        self.held, meta = held_of(self.copy), kept.meta if kept else {}
         if kept:
             self.model, self.optimizer, self.sync = kept.model, kept.optimizer, kept.sync
             self._is_new, self._kept_term = False, kept.term
-            state = State(kept.meta, {}, {}) if self.env.is_coordinator else None
             del kept
         try:
-            self.connect_members(self.joined.view, lambda: state)
+            self.connect_members(
+                self.joined.view, lambda: State(meta, {}, {}) if meta else state_of(self.copy)
+            )
         except PeerLost as error:
             raise PeerLost(self.joined.why_broken_off() or str(error)) from None
-        if state:
+        if self.held.step < 0:  # the run does not continue from this copy
+            self.copy = None
+        self.held = reshard.Held()
+        if self.env.is_coordinator and (self.copy or meta):
             step = self.train_state.step
             text = f"Continuing from the copy of step {step} in the memory of this host."
             self.log.info(text, extra=fields("continued", step=step))

@@ -1,15 +1,17 @@
-"""Copies of the state of a run in the memory of one or two ranks, from which members continue after a loss.
+"""Copies of the state of a run in the memory of its ranks, from which members continue after a loss.
 
-    copies = Snapshots(group, newest, [0, 1])     # new for each process group
-    copies.start(parameters, sync, optimizer, meta)     # every rank copies its part; a thread sends it
-    copies.finish()                               # wait until the copy has arrived
+    copies = Snapshots(group, newest, [0, 1], view)       # new for each process group
+    copies.start(step, model, sync, optimizer, meta)      # every rank copies its part; a thread sends it
+    copies.finish()                                       # wait until the copy has arrived
+    held = held_of(copies.newest)                         # what this rank has after a loss
 
-The ranks that have copies are the holders: the coordinator and, with coordinator_failover, the first rank of
-the next host, which is the first candidate if the coordinator is lost. Each rank sends its part, which the
-holders lack: the optimizer state of the matrices and rows that the rank owns, and the values of these rows of
-embeddings and lm_head. Training continues during the transfer, which has its own connections. A complete copy
-replaces the previous one. A holder has memory for two copies, because a member may be lost while a copy is
-sent.
+The ranks that have the whole state are the holders: the coordinator and, with coordinator_failover, the first
+rank of the next host, which is the first candidate if the coordinator is lost. Each rank sends its part,
+which the holders lack: the optimizer state of the matrices and rows that the rank owns, and the values of
+these rows of embeddings and lm_head. Training continues during the transfer, which has its own connections.
+With coordinator_failover each other rank keeps what it had itself at that step, so that it receives little
+after a loss. A complete copy replaces the previous one. A rank that keeps copies has memory for two, because
+a member may be lost while a copy is sent.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.checkpoint.storage import State
 from trainer.distributed.process_group import Collectives, PeerLost
 from trainer.distributed.tensor_format import formats_of, tensors_of
+from trainer.elastic.reshard import MODEL, Held, Rows, hold, hold_copy
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
@@ -41,26 +44,43 @@ PAUSES, TRANSFERS, CALM = 200, 20, 3
 # A copy is sent while the training thread computes: on a slow link its own transfers would wait for the copy.
 GAP_SECONDS = 20.0  # of waiting for that, for a copy; then the rest is sent at any time
 POLL_SECONDS = 0.005
-MODEL = "model"  # of a path MODEL/NAME; other paths are NAME/STATE
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Formats and sizes of the parts of all ranks, which are the same for all copies of a process group.
+
+    formats: for each rank, names, data types and shapes of the tensors in its part (see formats_of).
+    rows: {parameter name: for each rank, the numbers of the rows that the rank owns}, for each parameter that
+        is sharded by rows.
+    sizes: for each rank, the number of bytes that it sends to a holder.
+    own: {key: rows} of what is in the part of this rank; see Held.
+    """
+
+    formats: list[bytes]
+    rows: dict[str, list[Tensor]]
+    sizes: list[int] = field(default_factory=list)
+    own: dict[str, Rows] = field(default_factory=dict)
 
 
 @dataclass
 class Copy:
-    """The state of a run after a step, as parts that the ranks have sent to a holder.
+    """What a rank has of the state of a run after a step.
 
-    meta: content of meta.json for a checkpoint of this step. holder: the rank that has the copy.
-    formats: for each rank, names, data types and shapes of the tensors in its part (see formats_of). The part
-        of another rank has only what that rank owns; that of the holder has all tensors of the holder.
-    parts: for each rank, the bytes of these tensors, uint8, flat.
-    rows: {parameter name: for each rank, the numbers of the rows that the rank owns}, for each parameter that
-        is sharded by rows.
+    meta: content of meta.json for a checkpoint of this step. rank: the rank that has the copy.
+    layout: form of the parts of all ranks.
+    parts: for each rank, the bytes of its tensors, uint8, flat. The part of `rank` has all of its tensors. On
+        a holder, that of another rank has what that rank owns; on other ranks it is empty.
+    is_whole: whether these are all parts, as on a holder.
+    view: [term, generation] of the view in which the copy was made.
     """
 
     meta: dict[str, Any]
-    holder: int
-    formats: list[bytes]
+    rank: int
+    layout: Layout
     parts: list[Tensor]
-    rows: dict[str, list[Tensor]]
+    is_whole: bool = True
+    view: Sequence[int] = ()
 
     @property
     def step(self) -> int:
@@ -73,36 +93,33 @@ class Copy:
         return int(self.meta["terms"][-1][0])
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Formats and sizes of the parts of all ranks, which are the same for all copies of a process group.
-
-    formats, rows: as in a Copy. sizes: for each rank, the number of bytes that it sends to a holder.
-    """
-
-    formats: list[bytes]
-    rows: dict[str, list[Tensor]]
-    sizes: list[int]
-
-
 class Snapshots:
-    """Makes copies of the state of a run in the memory of the holders, for one process group.
+    """Makes copies of the state of a run in the memory of its ranks, for one process group.
 
-    newest: on a holder, the last complete copy; None if there is none, and on other ranks.
+    newest: the last complete copy; None if there is none, and on ranks that keep none.
     pause: seconds for which training paused to start the newest copy. Preparations for the first copy are not
         counted.
     megabytes: MB that the coordinator receives for a copy.
     seconds: duration of the last complete transfer, without the waits for this rank's training thread.
     """
 
-    def __init__(self, group: Collectives, newest: Copy | None, holders: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        group: Collectives,
+        newest: Copy | None,
+        holders: Sequence[int] = (0,),
+        view: Sequence[int] = (),
+        on_all: bool = False,
+    ) -> None:
         """Connect the ranks of `group` for copies.
 
         newest: the last complete copy on this rank; None if there is none. holders: the ranks that have each
-        copy: rank 0 and perhaps another one. Raises PeerLost if a rank is lost.
+        copy: rank 0 and perhaps another one. view: [term, generation] of the present view. on_all: whether
+        each other rank keeps its own part. Raises PeerLost if a rank is lost.
         """
-        self._group, self._holders = group, holders
-        self.newest = newest if group.rank in self._holders else None
+        self._group, self._holders, self._view = group, holders, view
+        self._keepers = range(group.world_size) if on_all else holders
+        self.newest = newest if group.rank in self._keepers else None
         self._channel = group.open_channel("copies")
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
@@ -143,29 +160,29 @@ class Snapshots:
         return self._thread is not None and self._thread.is_alive()
 
     def start(
-        self, parameters: Mapping[str, Tensor], sync: SyncMode, optimizer: MuonAdamW, meta: dict[str, Any]
+        self, step: int, model: nn.Module, sync: SyncMode, optimizer: MuonAdamW, meta: dict[str, Any]
     ) -> None:
         """Copy the part of this rank and start to send it to the holders.
 
         All ranks call it after the same step; from the second copy on, they do not wait for each other.
-        parameters: {name: tensor} of the model. sync, optimizer: those of this rank. meta: on the
-        coordinator, content of meta.json for a checkpoint of this step; {} on other ranks. Raises PeerLost if
-        the transfer of the previous copy has failed.
+        model, sync, optimizer: those of this rank. meta: on the coordinator, content of meta.json for a
+        checkpoint of this step; {} on other ranks. Raises PeerLost if the transfer of the previous copy has
+        failed.
         """
         self.finish()
         began = self._started_at = time.monotonic()
         rank, is_first = self._group.rank, self._layout is None
-        sent = _part_of(rank, parameters, sync, optimizer) if set(self._holders) - {rank} else {}
-        everything = _part_of(None, parameters, sync, optimizer) if rank in self._holders else {}
+        held = hold(rank, step, model, sync, optimizer, meta)
+        sent = _sent(rank, held, sync) if set(self._holders) - {rank} else {}
         if self._layout is None:
-            self._layout, began = self._find_layout(parameters, sync, sent, everything), time.monotonic()
+            self._layout, began = self._find_layout(held, sync, sent), time.monotonic()
         layout, part, copy = self._layout, self._pack("sent", sent), None
         if len(part) != layout.sizes[rank]:
             raise RuntimeError(f"the state of rank {rank} has changed its form: {len(part)} bytes")
         self.megabytes = sum(layout.sizes[1:]) / 1e6
-        if rank in self._holders:
-            whole = self._pack(f"part {rank}", everything)
-            copy = Copy(meta, rank, layout.formats, [whole], layout.rows)
+        if rank in self._keepers:
+            whole = self._pack(f"part {rank}", held.tensors)
+            copy = Copy(meta, rank, layout, [whole], rank in self._holders, self._view)
         self.pause = time.monotonic() - began
         self._later_pause = 0.0 if is_first else self.pause
         self._thread = threading.Thread(
@@ -173,22 +190,17 @@ class Snapshots:
         )
         self._thread.start()
 
-    def _find_layout(
-        self,
-        parameters: Mapping[str, Tensor],
-        sync: SyncMode,
-        sent: Mapping[str, Tensor],
-        everything: Mapping[str, Tensor],
-    ) -> Layout:
-        """Exchange the form of the parts. All ranks call it. sent, everything: the parts of this rank."""
+    def _find_layout(self, held: Held, sync: SyncMode, sent: Mapping[str, Tensor]) -> Layout:
+        """Exchange the form of the parts. All ranks call it. held: of this rank; sent: its part."""
         group = self._group
         formats = group.gather_bytes(formats_of(sent))
         size = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
         sizes = group.gather_int64(torch.tensor([size])).flatten().tolist()
-        if group.rank in self._holders:
-            formats[group.rank] = formats_of(everything)
-        rows = {name: found for name in parameters if (found := _rows_by_rank(name, sync, group))}
-        return Layout(formats, rows, sizes)
+        if group.rank in self._keepers:
+            formats[group.rank] = formats_of(held.tensors)
+        names = [key.removeprefix(MODEL) for key in held.rows if key.startswith(MODEL)]
+        rows = {name: found for name in names if (found := _rows_by_rank(name, sync, group))}
+        return Layout(formats, rows, sizes, held.rows)
 
     def _pack(self, name: str, part: Mapping[str, Tensor]) -> Tensor:
         """The bytes of all tensors of `part`, one after another; in the spare buffer `name` if it fits."""
@@ -223,14 +235,15 @@ class Snapshots:
     def _send(self, part: Tensor, sizes: list[int], copy: Copy | None) -> None:
         """Send the part of this rank to the holders; a holder receives those of the others.
 
-        part: of this rank, uint8, flat. sizes: bytes of the part of each rank. copy: on a holder, the copy
-        with its own part only.
+        part: of this rank, uint8, flat. sizes: bytes of the part of each rank. copy: on a rank that keeps
+        copies, the copy with its own part only.
         """
         rank, began, waited = self._group.rank, time.monotonic(), 0.0
         to = [other in self._holders and other != rank for other in range(len(sizes))]
-        incoming = [size if copy and other != rank else 0 for other, size in enumerate(sizes)]
+        receives_parts = copy is not None and copy.is_whole
+        incoming = [size if receives_parts and other != rank else 0 for other, size in enumerate(sizes)]
         try:
-            if len(self._holders) > 1:
+            if len(self._keepers) > 1:
                 meta = self._send_meta(copy.meta if copy else {})
                 if copy:
                     copy.meta = meta
@@ -274,19 +287,19 @@ class Snapshots:
         return time.monotonic() - began
 
     def _send_meta(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Send `meta` of the coordinator to the other holders; returns it on holders, else {}."""
+        """Send `meta` of the coordinator to the ranks that keep copies; returns it on these, else {}."""
         text = torch.tensor(list(json.dumps(meta).encode()), dtype=torch.uint8)
-        length = self._to_holders(torch.tensor([len(text)]), 1)
-        text = self._to_holders(text, int(length) if len(length) else 0)
+        length = self._to_keepers(torch.tensor([len(text)]), 1)
+        text = self._to_keepers(text, int(length) if len(length) else 0)
         return dict(json.loads(text.numpy().tobytes())) if len(text) else {}
 
-    def _to_holders(self, tensor: Tensor, size: int) -> Tensor:
-        """Send `tensor` of the coordinator to the other holders; returns it on holders, else an empty one.
+    def _to_keepers(self, tensor: Tensor, size: int) -> Tensor:
+        """Send `tensor` of the coordinator to the ranks that keep copies; returns it there.
 
-        size: its elements, on holders.
+        size: its elements, on these ranks. On other ranks the result is empty.
         """
         group = self._group
-        others = [other in self._holders and other != 0 for other in range(group.world_size)]
+        others = [other in self._keepers and other != 0 for other in range(group.world_size)]
         if group.rank == 0:
             self._channel.exchange(
                 tensor.repeat(sum(others)), [len(tensor) * each for each in others], [0] * len(others)
@@ -296,45 +309,54 @@ class Snapshots:
         return self._channel.exchange(tensor[:0], [0] * group.world_size, receives)
 
 
-def state_of(copy: Copy | None) -> State | None:
-    """The state of the run that `copy` contains, as of a checkpoint; None if `copy` is None."""
+def held_of(copy: Copy | None) -> Held:
+    """What a rank has of the state of which it has `copy`; nothing if `copy` is None."""
     if copy is None:
+        return Held()
+    if copy.is_whole:
+        return replace(hold_copy(state_of(copy)), view=copy.view)
+    tensors = tensors_of(copy.layout.formats[copy.rank], copy.parts[copy.rank])
+    return Held(copy.step, copy.meta, copy.layout.own, tensors, is_copy=True, view=copy.view)
+
+
+def state_of(copy: Copy | None) -> State | None:
+    """The state of the run that `copy` contains, as of a checkpoint; None if `copy` is None or not whole."""
+    if copy is None or not copy.is_whole:
         return None
     model: dict[str, Tensor] = {}
     optim: dict[str, ParameterState] = {}
-    ranks = sorted(range(len(copy.parts)), key=lambda rank: rank != copy.holder)
+    layout = copy.layout
+    ranks = sorted(range(len(copy.parts)), key=lambda rank: rank != copy.rank)
     for rank in ranks:
-        for path, tensor in tensors_of(copy.formats[rank], copy.parts[rank]).items():
+        for path, tensor in tensors_of(layout.formats[rank], copy.parts[rank]).items():
             group, _, last = path.rpartition("/")
-            name = last if group == MODEL else group
-            into = model if group == MODEL else optim.setdefault(name, {})
-            if tensor.dim() == 0 or name not in copy.rows:
+            is_parameter = path.startswith(MODEL)
+            name = last if is_parameter else group
+            into = model if is_parameter else optim.setdefault(name, {})
+            if tensor.dim() == 0 or name not in layout.rows:
                 into[last] = tensor
                 continue
-            own = copy.rows[name]
-            if group == MODEL and rank == copy.holder:  # all rows, of which others replace theirs
+            own = layout.rows[name]
+            if is_parameter and rank == copy.rank:  # all rows, of which others replace theirs
                 into[last] = tensor.clone()
             elif last not in into:
                 into[last] = tensor.new_empty(sum(map(len, own)), *tensor.shape[1:])
-            if not (group == MODEL and rank == copy.holder):
+            if not (is_parameter and rank == copy.rank):
                 into[last][own[rank]] = tensor
     return State(dict(copy.meta), model, optim)
 
 
-def _part_of(
-    rank: int | None, parameters: Mapping[str, Tensor], sync: SyncMode, optimizer: MuonAdamW
-) -> dict[str, Tensor]:
-    """What `rank`, which is this one, has and the others lack. rank: None for all that this rank has."""
+def _sent(rank: int, held: Held, sync: SyncMode) -> dict[str, Tensor]:
+    """What of `held` the other ranks lack: the part of `rank`, which is this one."""
     part: dict[str, Tensor] = {}
-    for name, tensor in parameters.items():
-        rows = None if rank is None else sync.owned_rows(name, rank)
-        if rank is None:
-            part[f"{MODEL}/{name}"] = tensor
-        elif rows is not None:
-            part[f"{MODEL}/{name}"] = tensor[rows]
-    for name, tensors in optimizer.state_dict().items():
-        if rank is None or sync.owned_rows(name, rank) is not None or sync.owner_of(name) == rank:
-            part |= {f"{name}/{key}": tensor for key, tensor in tensors.items()}
+    for path, tensor in held.tensors.items():
+        is_parameter = path.startswith(MODEL)
+        name = path.removeprefix(MODEL) if is_parameter else path.rpartition("/")[0]
+        rows = sync.owned_rows(name, rank)
+        if is_parameter and rows is not None:
+            part[path] = tensor[rows]
+        elif not is_parameter and (rows is not None or sync.owner_of(name) == rank):
+            part[path] = tensor
     return part
 
 

@@ -34,7 +34,7 @@ from trainer.elastic import prefetch, reshard
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.setup import ElasticSetup, Inputs, Kept
-from trainer.elastic.snapshot import Copy, Snapshots, state_of
+from trainer.elastic.snapshot import Copy, Snapshots, held_of, state_of
 from trainer.health.attempt import PARENT_SECONDS, Attempt
 from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
@@ -149,10 +149,11 @@ class ElasticTrainer(Trainer):
         # Others may have trained since in a term that this host missed: then the newest checkpoint counts.
         state, coordinates = last.copy or last.kept, self.env.is_coordinator
         is_newest = state is not None and state.term == candidacy.election.previous
+        is_newest = is_newest and (last.copy is None or last.copy.is_whole)
         self.checkpoint_writer = last.writer
         self.setup.wait_for_checkpoint = last.writer.wait
-        self.setup.copy = last.copy if coordinates and is_newest else None
-        # Another rank compares the term of what it has kept with that of the coordinator.
+        # Another rank compares the term of what it has kept, or the view of its copy, with the coordinator's.
+        self.setup.copy = last.copy if is_newest or not coordinates else None
         self.setup.kept = last.kept if is_newest or not coordinates else None
         last.copy = last.kept = None
 
@@ -199,7 +200,9 @@ class ElasticTrainer(Trainer):
     def _begin(self) -> None:
         super()._begin()
         newest = self.copies.newest if hasattr(self, "copies") else self.setup.copy
-        self.copies = Snapshots(self.group, newest, self._holders())
+        term = self.candidacy.election.term if self.candidacy else 0
+        view, on_all = [term, self.setup.joined.view.generation], self.candidacy is not None
+        self.copies = Snapshots(self.group, newest, self._holders(), view, on_all)
         self.setup.copy = None
 
     def _holders(self) -> list[int]:
@@ -277,7 +280,7 @@ class ElasticTrainer(Trainer):
         self.run_status.enter("checkpoint")
         if self.env.is_coordinator:
             meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
-        self.copies.start(self.model.state_dict(), self.sync, self.optimizer, meta)
+        self.copies.start(step, self.model, self.sync, self.optimizer, meta)
         if self.env.is_coordinator:
             pause, size = self.copies.pause, self.copies.megabytes
             text = f"Copying the state of step {step}, {size:,.0f} MB; training paused {pause:.2f} s for it."
@@ -367,7 +370,7 @@ class ElasticTrainer(Trainer):
                 if not self._is_local:
                     self._release()
                     if self.setup.held.step < 0 or self.setup.held.is_copy:
-                        self.setup.held = reshard.hold_copy(state_of(self.copies.newest))
+                        self.setup.held = held_of(self.copies.newest)
                 self.setup.connect_members(view, self._saved_state)
                 self._begin()
                 self.reporter.train_state.checkpoint = before.checkpoint
