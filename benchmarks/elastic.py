@@ -7,11 +7,11 @@ NAME is a lab of three or more hosts that setup.yml has set up with the same dat
     ansible-playbook lab.yml -e lab_state=up -e lab_name=NAME -e lab_hosts=3
     ansible-playbook -i .lab/NAME/inventory setup.yml -e data_dir=data
 
-Each event happens to the last host, --repeats times with elastic=true, and --restarts times with
+Each event happens to the last host (--host), --repeats times with elastic=true, and --restarts times with
 elastic=false, where the units restart the run from its last checkpoint. A checkpoint is saved every minute. A
 host that is cut off, frozen, stopped or without power is back after 20 s. Writes the medians to
 OUT/elastic.json after each event, and prints them at the end; --record also writes
-docs/recorded/elastic.json. The times are those of the lines in metrics.jsonl of the coordinator.
+docs/recorded/elastic.json. The times are those of the lines in metrics.jsonl of another host.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ AWAY_SECONDS = 20.0
 CALM_STEPS = 5  # of all ranks before the next event
 POLL_SECONDS = 1.0
 AGAIN = re.compile(r"The ranks continue after step (\d+), .* MB\. (\d+) step\(s\) are trained again")
-SENT = re.compile(r"The ranks continue after step .* has sent ([\d,.]+) MB\.")
+CONTINUED = re.compile(r"continue after step .* ([\d.]+) s after they stopped; .* sent ([\d,.]+) MB\.")
 RANK = "pgrep -u nanofleet -f -- '-u -m trainer train'"
 SETTINGS = {
     "depth": 4,
@@ -134,11 +134,10 @@ class Lab:
         hosts = range(1, self.hosts + 1)
         return repeated(self.inside(host, f"cat {RUNS}/{self.run_id}/train.log") for host in hosts)
 
-    def sent(self) -> float:
-        """The MB that the ranks have sent in changes of the members, from the train.log of each host."""
-        hosts = range(1, self.hosts + 1)
-        logs = (self.inside(host, f"cat {RUNS}/{self.run_id}/train.log") for host in hosts)
-        return sum(float(found.replace(",", "")) for log in logs for found in SENT.findall(log))
+    def continued(self, host: int) -> list[tuple[float, float]]:
+        """What `host` has logged of each change: (seconds for which its ranks stopped, MB that it sent)."""
+        log = self.inside(host, f"cat {RUNS}/{self.run_id}/train.log")
+        return [(float(each), float(sent.replace(",", ""))) for each, sent in CONTINUED.findall(log)]
 
     def wait(self, holds: Callable[[], bool], what: str, seconds: float = 300) -> None:
         """Read metrics.jsonl until `holds` returns True.
@@ -231,12 +230,14 @@ def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
     step and the step before it. repeated: the number of steps that were trained again.
     elastic: whether the run is elastic. If True, the figures also have `return` (seconds from the end of the
     event to the first step of all ranks), join_pause (seconds between that step and the step before it),
-    changes (the number of changes of the members) and megabytes (what the ranks have sent in these changes).
+    changes (the number of changes of the members), megabytes (what the ranks have sent in these changes) and
+    stopped (the longest time from the end of a step of a rank until it continued, in the first change).
     """
     lab.read()
     calm = time.time()
     lab.wait(lambda: len(lab.after(calm)) >= CALM_STEPS, f"{CALM_STEPS} steps before {event.name}")
-    repeated, sent = lab.repeated(), lab.sent()
+    hosts = range(1, lab.hosts + 1)
+    repeated, before = lab.repeated(), [len(lab.continued(host)) for host in hosts]
     planted = time.time()
     event.plant()
     fixed = time.time()
@@ -248,8 +249,13 @@ def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
         event.fix()
     if elastic:
         figures = _elastic_figures(lab, planted, fixed)
-        counts = {"repeated": float(lab.repeated() - repeated), "megabytes": lab.sent() - sent}
-        return {**figures, **counts}
+        new = [lab.continued(host)[count:] for host, count in zip(hosts, before, strict=True)]
+        return {
+            **figures,
+            "repeated": float(lab.repeated() - repeated),
+            "megabytes": sum(sent for each in new for _, sent in each),
+            "stopped": max((each[0][0] for each in new if len(each) > 1), default=0.0),  # of those that stay
+        }
     return _restart_figures(lab, planted, fixed)
 
 
@@ -312,10 +318,11 @@ def copies(lab: Lab) -> dict[str, float]:
     copies: the number of copies. pause_seconds: the median pause of training for a copy. state_bytes: the
     mean size of a checkpoint in bytes.
     """
-    text = lab.inside(1, f"grep -h 'Copying the state' {RUNS}/{lab.run_id}/train.log || true")
+    text = lab.inside(lab.observer, f"grep -h 'Copying the state' {RUNS}/{lab.run_id}/train.log || true")
     pauses = [float(line.rsplit("paused ", 1)[1].split()[0]) for line in text.splitlines()]
     size = lab.inside(
-        1, f"du -sb {RUNS}/{lab.run_id}/checkpoints | cut -f1; ls {RUNS}/{lab.run_id}/checkpoints | wc -l"
+        lab.observer,
+        f"du -sb {RUNS}/{lab.run_id}/checkpoints | cut -f1; ls {RUNS}/{lab.run_id}/checkpoints | wc -l",
     )
     total, count = map(int, size.split())
     return {
@@ -336,6 +343,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="EVENT", help="these events, as in the table"
     )
+    parser.add_argument("--host", type=int, metavar="N", help="to which they happen (the last one)")
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the run, such as depth=8"
     )
@@ -362,7 +370,9 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: argparse.Namespace, elastic: bool, repeats: int, content: dict[str, Any]) -> None:
     """Start a run, let each event happen `repeats` times, and add the medians to `content`."""
     key = "elastic" if elastic else "restart"
+    victim = args.host or args.hosts
     lab = Lab(args.lab, args.hosts, args.data_dir.resolve(), f"{key}-{int(time.time())}")
+    lab.observer = 1 if victim > 1 else 2
     settings = {**args.settings, "elastic": str(elastic).lower(), "data_dir": lab.data_dir}
     lab.play("train.yml", run_id=lab.run_id, **settings)
     try:
@@ -370,7 +380,7 @@ def run(args: argparse.Namespace, elastic: bool, repeats: int, content: dict[str
         lab.wait(lambda: len(lab.steps) > 20, "20 steps")
         quiet = list(lab.steps.values())[2:]
         content[f"{key}_step_seconds"] = round(statistics.median(quiet), 3)
-        possible = [*events(lab, lab.hosts), leave(lab, lab.hosts)]
+        possible = [*events(lab, victim), leave(lab, victim)]
         possible = [each for each in possible if elastic or not each.is_elastic]
         asked = [each for each in possible if not args.only or each.name in args.only]
         found: dict[str, list[dict[str, float]]] = {event.name: [] for event in asked}
