@@ -1,8 +1,12 @@
-"""An elastic run on three hosts whose coordinator is killed, leaves, loses power, and is rebooted."""
+"""An elastic run on three hosts whose coordinator is killed, leaves, loses power, and is rebooted.
+
+The tracker is on one of these hosts.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +22,14 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(2400)]
 HOSTS, STEPS, RUN_ID = 3, 4000, "failover"
 RUN_DIR = f"{RUNS}/{RUN_ID}"
 # Few steps: from 1,000 on, training has amplified rounding to more than the tolerance.
-SETTINGS = {"steps": STEPS, "total_batch_size": 12288, "save_every": 20}
+SETTINGS = {"steps": STEPS, "total_batch_size": 12288, "save_every": 20, "tracker": "mlflow"}
+TRACKER_HOST = 1  # which is the coordinator at first
+TRACKED = """
+import json, sqlite3
+server = sqlite3.connect("file:/var/lib/nanofleet/mlflow/mlflow.db?mode=ro", uri=True)
+rows = server.execute("select run_uuid, step, value from metrics where key = 'train/step_loss'").fetchall()
+print(json.dumps(rows))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +62,11 @@ def test_the_run_continues_whatever_happens_to_its_coordinator(lab: Lab) -> None
     lab.podman("restart", "--time", "30", lab.host(third))
     run.trains(HOSTS)
 
+    lab.podman("kill", lab.host(TRACKER_HOST))
+    run.trains(HOSTS - 1, without=TRACKER_HOST)
+    lab.podman("start", lab.host(TRACKER_HOST))
+    run.trains(HOSTS)
+
     for host in range(1, HOSTS + 1):
         lab.podman("kill", lab.host(host))
     for host in range(1, HOSTS + 1):
@@ -73,3 +89,13 @@ def test_there_is_one_history(lab: Lab, dataset: Path, tmp_path: Path) -> None:
             expected = undisturbed(dataset, tmp_path / "run", last + HOSTS, **run)
         for step, loss in losses:
             assert loss == pytest.approx(expected[step - 1], rel=1e-10), f"step {step} on host {host}"
+
+
+def test_the_tracker_has_all_steps_although_its_host_was_off(lab: Lab) -> None:
+    metrics = lab.inside(TRACKER_HOST, f"cat {RUN_DIR}/metrics.jsonl").splitlines()
+    losses = {line["step"]: line["loss"] for line in map(json.loads, metrics) if "loss" in line}
+    tracked = json.loads(lab.inside(TRACKER_HOST, f"python3 -c {shlex.quote(TRACKED)}"))
+    assert len({run for run, _, _ in tracked}) == 1, "one run on the server for all coordinators"
+    assert {step for _, step, _ in tracked} == set(losses)
+    for _, step, loss in tracked:
+        assert loss == pytest.approx(losses[step], rel=1e-10), f"step {step}"

@@ -118,7 +118,9 @@ class Rank:
     def check(self, rank: int, parameters: dict[str, Tensor], state: dict[str, ParameterState]) -> None:
         """Raise AssertionError unless this is the state of `rank`, bit by bit."""
         for name, tensor in self.model.state_dict().items():
-            assert torch.equal(tensor, parameters[name]), name
+            rows = None if self.sync.is_current(name) else self.sync.owned_rows(name, rank)
+            rows = slice(None) if rows is None else rows
+            assert torch.equal(tensor[rows], parameters[name][rows]), name
         expected, found = self.part_of(rank, state), self.optimizer.state_dict()
         assert expected.keys() == found.keys()
         for name, tensors in expected.items():
@@ -159,7 +161,8 @@ def lacking(
     size = 0
     for name, tensor in truth[0].items():
         had = rows(name, held.rows.get(reshard.MODEL + name, reshard.NOTHING))
-        size += (len(tensor) - len(had)) * tensor[0].nbytes
+        wanted = rows(name, None if mine.sync.is_current(name) else mine.sync.owned_rows(name, rank))
+        size += len(wanted - had) * tensor[0].nbytes
         if mine.sync.owner_of(name) in (None, rank):
             had = rows(name, held.rows.get(name, reshard.NOTHING))
             missing = len(rows(name, mine.sync.owned_rows(name, rank)) - had)

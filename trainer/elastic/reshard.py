@@ -8,8 +8,8 @@
         optim = reshard(group, offers, held, model, sync)     # parameters are received in place
 
 After a step each rank has all parameters, except for old values in rows of embeddings that other ranks own,
-and the optimizer state of what it owns. A new member receives its state from all others in turn, and the
-others receive the optimizer state that they own from now on from its old owner ranks.
+and the optimizer state of what it owns. A new member receives as much from all others in turn, and the others
+receive the rows and the optimizer state that they own from now on from the old owner ranks.
 """
 
 from __future__ import annotations
@@ -160,6 +160,7 @@ def reshard(
 ) -> dict[str, ParameterState]:
     """Receive the parameters that `model` lacks, in place, and return the optimizer state of this rank.
 
+    Of embeddings that other ranks own rows of, this rank receives its own rows only: see SyncMode.mark_stale.
     All ranks call it. offers: what each rank has, by rank, which is complete. held: what this rank has. Where
     it has parameters, `model` has them already. A copy has no tensors afterwards, so that it needs no memory
     beside the result. sync: of the new owner ranks. The result may have tensors of `held`. Raises PeerLost if
@@ -169,18 +170,21 @@ def reshard(
 
     def exchange(path: str) -> Pending:
         key = _key(path)
+        name, is_parameter = key.removeprefix(MODEL), path == key
         needs: list[Rows] = [None for _ in offers]
-        if path != key:
+        if not (is_parameter and sync.is_current(name)):
             needs = [
-                sync.owned_rows(key, rank) if sync.owner_of(key) in (None, rank) else NOTHING
+                sync.owned_rows(name, rank)
+                if is_parameter or sync.owner_of(name) in (None, rank)
+                else NOTHING
                 for rank in range(len(offers))
             ]
-        into = parameters[key.removeprefix(MODEL)] if path == key else None
+        into = parameters[name] if is_parameter else None
         pending = _exchange(group, path, offers, held, needs, into)
 
         def finish() -> None:
             result = pending()
-            if path != key and result is not None:
+            if not is_parameter and result is not None:
                 found[path] = result
             if held.is_copy:
                 held.tensors.pop(path, None)

@@ -113,6 +113,9 @@ class Exact(OwnerMode):
     def is_current(self, name: str) -> bool:
         return name not in self._tables
 
+    def mark_stale(self) -> None:
+        self._is_fresh = False
+
     # -- a step ----------------------------------------------------------------------------------------
 
     def begin_step(self, active: Tensor, by_rank: Sequence[Tensor] = ()) -> None:
