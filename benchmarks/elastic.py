@@ -178,6 +178,18 @@ class Event:
     fix: Callable[[], object] | None = None
     is_elastic: bool = False
 
+    def happen(self, lab: Lab) -> tuple[float, float]:
+        """Let the event happen, and end it; returns the Unix times of both. Reads the metrics meanwhile."""
+        planted = time.time()
+        self.plant()
+        while self.fix and time.time() - planted < AWAY_SECONDS:
+            time.sleep(POLL_SECONDS)
+            lab.read()
+        fixed = time.time()
+        if self.fix:
+            self.fix()
+        return planted, fixed
+
 
 def events(lab: Lab, host: int) -> list[Event]:
     """All events for a host but those of playbooks. host: its number."""
@@ -238,15 +250,7 @@ def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
     lab.wait(lambda: len(lab.after(calm)) >= CALM_STEPS, f"{CALM_STEPS} steps before {event.name}")
     hosts = range(1, lab.hosts + 1)
     repeated, before = lab.repeated(), [len(lab.continued(host)) for host in hosts]
-    planted = time.time()
-    event.plant()
-    fixed = time.time()
-    if event.fix:
-        while time.time() - planted < AWAY_SECONDS:
-            time.sleep(POLL_SECONDS)
-            lab.read()
-        fixed = time.time()
-        event.fix()
+    planted, fixed = event.happen(lab)
     if elastic:
         figures = _elastic_figures(lab, planted, fixed)
         new = [lab.continued(host)[count:] for host, count in zip(hosts, before, strict=True)]

@@ -60,15 +60,7 @@ def measure(lab: Lab, name: str) -> dict[str, float]:
     watched.wait(lambda: max((step for _, step in watched.steps), default=0) >= goal, f"calm before {name}")
     repeated = lab.repeated()
     (event,) = (each for each in elastic.events(lab, coordinator) if each.name == name)
-    planted = time.time()
-    event.plant()
-    fixed = time.time()
-    if event.fix:
-        while time.time() - planted < AWAY_SECONDS:
-            time.sleep(POLL_SECONDS)
-            watched.read()
-        fixed = time.time()
-        event.fix()
+    planted, fixed = event.happen(watched)
     while True:
         now = status(lab)
         stepped = now.get("loss") is not None and float(now.get("time") or 0.0) > fixed + 1.0

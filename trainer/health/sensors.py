@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from trainer.host.topology import read_number
+
 THERMAL = Path("/sys/class/thermal")
 CPU = Path("/sys/devices/system/cpu")
 NOT_CPUS = ("iwlwifi", "nvme", "bat", "acpitz")  # zones of other parts; acpitz is often a constant
@@ -35,7 +37,7 @@ class Sensors:
 
 def throttle_events() -> int | None:
     """The number of throttle events that the kernel has counted on all cores; None if it has no counters."""
-    counts = [_number(path) for path in CPU.glob("cpu*/thermal_throttle/core_throttle_count")]
+    counts = [read_number(path) for path in CPU.glob("cpu*/thermal_throttle/core_throttle_count")]
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
@@ -46,7 +48,7 @@ def temperature() -> float | None:
     for zone in sorted(THERMAL.glob("thermal_zone*")):
         with contextlib.suppress(OSError):
             kind = (zone / "type").read_text(encoding="utf-8").strip().lower()
-            value = _number(zone / "temp")
+            value = read_number(zone / "temp")
             if value is not None and not kind.startswith(NOT_CPUS):
                 degrees.append(value / 1000)
     return max(degrees, default=None)
@@ -54,13 +56,6 @@ def temperature() -> float | None:
 
 def _clock_is_limited() -> bool | None:
     """Whether the maximum clock set for cpu0 is below SLOWED of the hardware maximum; None if unknown."""
-    best = _number(CPU / "cpu0/cpufreq/cpuinfo_max_freq")
-    limit = _number(CPU / "cpu0/cpufreq/scaling_max_freq")
+    best = read_number(CPU / "cpu0/cpufreq/cpuinfo_max_freq")
+    limit = read_number(CPU / "cpu0/cpufreq/scaling_max_freq")
     return None if not best or limit is None else limit < SLOWED * best
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None

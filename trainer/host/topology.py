@@ -151,7 +151,7 @@ def read_topology(root: Path = Path("/"), allowed: Iterable[int] | None = None) 
     cpus = []
     for number in numbers:
         topology = folder / f"cpu{number}" / "topology"
-        core, socket = _number(topology / "core_id"), _number(topology / "physical_package_id")
+        core, socket = read_number(topology / "core_id"), read_number(topology / "physical_package_id")
         # ARM kernels number the cores of each cluster from 0, so the siblings decide, where they are shown.
         siblings = parse_cpu_list(_read(topology / "thread_siblings_list"))
         identity = min(siblings) if siblings else number if core is None else core
@@ -187,10 +187,11 @@ def cpu_list(numbers: Iterable[int]) -> str:
 
 def _speed(folder: Path) -> int:
     """The relative speed of a processor: its capacity (ARM), else its highest clock; 0 if unknown."""
-    return _number(folder / "cpu_capacity") or _number(folder / "cpufreq" / "cpuinfo_max_freq") or 0
+    return read_number(folder / "cpu_capacity") or read_number(folder / "cpufreq" / "cpuinfo_max_freq") or 0
 
 
-def _number(path: Path) -> int | None:
+def read_number(path: Path) -> int | None:
+    """The number in a file of /sys; None if there is none."""
     try:
         return int(_read(path))
     except ValueError:
