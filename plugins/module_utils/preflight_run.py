@@ -245,10 +245,11 @@ class Need:
             self.once["two copies of the state of an elastic run"] = 2 * self.checkpoint_gb
         senders = ranks - 1 if coordinates and not has_failover else ranks
         if copies and senders:
-            part = (self.checkpoint_gb - tables) / world_size
-            self.once["a copy of its part of the state"] = senders * part
+            part = matrices + (0.0 if config.sync == "dense" else 3 * tables - head)
+            self.once["a copy of its part of the state"] = senders * part / world_size
         if copies and has_failover and ranks > 1:  # those of the first rank are above
-            own = tables + matrices + (2 * tables + matrices) / world_size
+            own = matrices + (head + (tables - head) / world_size if shards else tables)
+            own += self.parts["optimizer"]
             self.once["two copies of what its other ranks have of the state"] = 2 * (ranks - 1) * own
         if coordinates and config.tracker != "none":
             self.once["the tracker"] = TRACKER_GIB

@@ -18,22 +18,25 @@ ROWS = [torch.tensor([0, 3]), torch.tensor([1, 4]), torch.tensor([2])]
 
 
 def part_of(rank: int, holder: int) -> dict[str, Tensor]:
-    """The part of a rank: rows of the table with its own number; the holder's other rows are stale."""
-    own = ROWS[rank]
-    table = torch.full((5, 2), -1.0)
-    table[own] = float(rank)
-    part = {"table/moment": torch.full((len(own), 2), 10.0 + rank)}
-    if rank != holder:
-        return {"model/table": table[own], f"matrix{rank}/moment": torch.tensor([float(rank)]), **part}
-    mine = {"model/table": table, "model/scale": torch.tensor([7.0]), "scale/step": torch.tensor(3)}
-    return {**mine, f"matrix{rank}/moment": torch.tensor([float(rank)]), **part}
+    """The part of a rank: rows of the table with its own number."""
+    count = len(ROWS[rank])
+    part = {
+        "model/table": torch.full((count, 2), float(rank)),
+        f"matrix{rank}/moment": torch.tensor([float(rank)]),
+        "table/moment": torch.full((count, 2), 10.0 + rank),
+        "table/step": torch.tensor(3),
+    }
+    return part | (
+        {"model/scale": torch.tensor([7.0]), "scale/step": torch.tensor(3)} if rank == holder else {}
+    )
 
 
 @pytest.mark.parametrize("holder", [0, 1, 2])
 def test_each_row_is_that_of_its_owner_on_every_holder(holder: int) -> None:
     parts = [part_of(rank, holder) for rank in range(3)]
     flat = [torch.cat([t.reshape(-1).view(torch.uint8) for t in part.values()]) for part in parts]
-    copy = Copy({"step": 9}, holder, Layout([formats_of(part) for part in parts], {"table": ROWS}), flat)
+    layout = Layout([formats_of(part) for part in parts], {"model/table": ROWS, "table": ROWS})
+    copy = Copy({"step": 9}, holder, layout, flat)
     state = state_of(copy)
     assert state is not None
     assert state.step == copy.step == 9
@@ -41,7 +44,7 @@ def test_each_row_is_that_of_its_owner_on_every_holder(holder: int) -> None:
     assert state.model["scale"].tolist() == [7]
     assert state.optim["table"]["moment"][:, 0].tolist() == [10, 11, 12, 10, 11]
     assert [state.optim[f"matrix{rank}"]["moment"].item() for rank in range(3)] == [0, 1, 2]
-    assert int(state.optim["scale"]["step"]) == 3
+    assert int(state.optim["scale"]["step"]) == int(state.optim["table"]["step"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ class Held:
     step: the number of completed steps; -1: the rank has nothing. meta: on rank 0, the content of meta.json
     for a checkpoint of this step. rows: {key: what the rank has of it}.
     tensors: {path: tensor}. The path of a parameter is its key, and that of optimizer state KEY/STATE. If it
-    has rows only, a tensor of optimizer state consists of these, and a parameter has all rows with old values
-    in the others. In the offer of another rank, the tensors have no content (device meta).
+    has rows only, a tensor consists of these; a parameter may have all rows with old values in the others. In
+    the offer of another rank, the tensors have no content (device meta).
     is_copy: whether the tensors are those of a copy of the state, which have to stay as they are.
     view: [term, generation] of the view in which the copy was made. Tensors of different copies of a step,
         which was trained again after a loss, differ by rounding.
@@ -60,10 +60,21 @@ class Held:
     def load_parameters(self, model: nn.Module) -> None:
         """Give `model` the parameters. They share the memory with `tensors`, unless these are a copy."""
         for name, parameter in model.named_parameters():
-            if self.is_copy:
-                parameter.data.copy_(self.tensors[MODEL + name])
+            tensor, rows = self.tensors[MODEL + name], self.rows[MODEL + name]
+            if not self.is_copy:
+                parameter.data = tensor
+            elif rows is None:
+                parameter.data.copy_(tensor)
             else:
-                parameter.data = self.tensors[MODEL + name]
+                parameter.data[rows] = tensor
+
+    def without_old_rows(self) -> Held:
+        """The same with new tensors for the parameters that have old values, without these."""
+        tensors = dict(self.tensors)
+        for key, rows in self.rows.items():
+            if key.startswith(MODEL) and rows is not None:
+                tensors[key] = tensors[key][rows]
+        return replace(self, tensors=tensors)
 
 
 def hold(
@@ -103,7 +114,7 @@ def hand_over(group: Collectives, held: Held, leaving: Sequence[int]) -> Held:
     receivers: dict[str, int] = {}  # in turn, so that none is sent much more than the others
 
     def exchange(path: str) -> Pending:
-        key = _key(path)
+        key = key_of(path)
         receiver = receivers.setdefault(key, staying[len(receivers) % len(staying)])
         parts = [offers[rank].rows.get(key, NOTHING) for rank in (receiver, *leaving)]
         known = [part for part in parts if part is not None]
@@ -169,7 +180,7 @@ def reshard(
     parameters, found = model.state_dict(), {}
 
     def exchange(path: str) -> Pending:
-        key = _key(path)
+        key = key_of(path)
         name, is_parameter = key.removeprefix(MODEL), path == key
         needs: list[Rows] = [None for _ in offers]
         if not (is_parameter and sync.is_current(name)):
@@ -222,7 +233,7 @@ def _exchange(
     `into`, a tensor with all rows, or if that is None in a new tensor, or in that of `held` if that is the
     same; None for a rank that needs nothing.
     """
-    rank, key = group.rank, _key(path)
+    rank, key = group.rank, key_of(path)
     has = [offer.rows[key] if path in offer.tensors else NOTHING for offer in offers]
     formats = next(offer.tensors[path] for offer in offers if path in offer.tensors)
     sharded = formats.dim() > 0 and any(each is not None and len(each) for each in (*has, *needs))
@@ -309,7 +320,8 @@ def _paths(offers: Iterable[Held]) -> list[str]:
     return sorted({path for offer in offers for path in offer.tensors})
 
 
-def _key(path: str) -> str:
+def key_of(path: str) -> str:
+    """The key in `Held.rows` of the tensor `path`."""
     return path if path.startswith(MODEL) else path.rpartition("/")[0]
 
 

@@ -8,7 +8,7 @@
 The ranks that have the whole state are the holders: the coordinator and, with coordinator_failover, the first
 rank of the next host, which is the first candidate if the coordinator is lost. Each rank sends its part,
 which the holders lack: the optimizer state of the matrices and rows that the rank owns, and the values of
-these rows of embeddings and lm_head. Training continues during the transfer, which has its own connections.
+these rows of embeddings. Training continues during the transfer, which has its own connections.
 With coordinator_failover each other rank keeps what it had itself at that step, so that it receives little
 after a loss. A complete copy replaces the previous one. A rank that keeps copies has memory for two, because
 a member may be lost while a copy is sent.
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from trainer.checkpoint.storage import State
 from trainer.distributed.process_group import Collectives, PeerLost
 from trainer.distributed.tensor_format import formats_of, tensors_of
-from trainer.elastic.reshard import MODEL, Held, Rows, hold, hold_copy
+from trainer.elastic.reshard import MODEL, Held, Rows, hold, hold_copy, key_of
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
@@ -51,10 +51,10 @@ class Layout:
     """Formats and sizes of the parts of all ranks, which are the same for all copies of a process group.
 
     formats: for each rank, names, data types and shapes of the tensors in its part (see formats_of).
-    rows: {parameter name: for each rank, the numbers of the rows that the rank owns}, for each parameter that
-        is sharded by rows.
+    rows: {key: for each rank, the numbers of the rows that are in its part}, for each key (see Held) of which
+        no rank has all rows.
     sizes: for each rank, the number of bytes that it sends to a holder.
-    own: {key: rows} of what is in the part of this rank; see Held.
+    own: {key: rows} of what is in the part of this rank.
     """
 
     formats: list[bytes]
@@ -172,8 +172,12 @@ class Snapshots:
         self.finish()
         began = self._started_at = time.monotonic()
         rank, is_first = self._group.rank, self._layout is None
-        held = hold(rank, step, model, sync, optimizer, meta)
-        sent = _sent(rank, held, sync) if set(self._holders) - {rank} else {}
+        held = hold(rank, step, model, sync, optimizer, meta).without_old_rows()
+        sent = {}
+        if set(self._holders) - {rank}:
+            owned = {key for key, rows in held.rows.items() if rows is not None}
+            owned |= {key for key in held.rows if not key.startswith(MODEL) and sync.owner_of(key) == rank}
+            sent = {path: tensor for path, tensor in held.tensors.items() if key_of(path) in owned}
         if self._layout is None:
             self._layout, began = self._find_layout(held, sync, sent), time.monotonic()
         layout, part, copy = self._layout, self._pack("sent", sent), None
@@ -181,8 +185,8 @@ class Snapshots:
             raise RuntimeError(f"the state of rank {rank} has changed its form: {len(part)} bytes")
         self.megabytes = sum(layout.sizes[1:]) / 1e6
         if rank in self._keepers:
-            whole = self._pack(f"part {rank}", held.tensors)
-            copy = Copy(meta, rank, layout, [whole], rank in self._holders, self._view)
+            own = self._pack(f"part {rank}", held.tensors)
+            copy = Copy(meta, rank, layout, [own], rank in self._holders, self._view)
         self.pause = time.monotonic() - began
         self._later_pause = 0.0 if is_first else self.pause
         self._thread = threading.Thread(
@@ -198,8 +202,10 @@ class Snapshots:
         sizes = group.gather_int64(torch.tensor([size])).flatten().tolist()
         if group.rank in self._keepers:
             formats[group.rank] = formats_of(held.tensors)
-        names = [key.removeprefix(MODEL) for key in held.rows if key.startswith(MODEL)]
-        rows = {name: found for name in names if (found := _rows_by_rank(name, sync, group))}
+        rows = {}
+        for key in (key for key, own in held.rows.items() if own is not None):
+            by_rank = [sync.owned_rows(key.removeprefix(MODEL), rank) for rank in range(group.world_size)]
+            rows[key] = [each for each in by_rank if each is not None]
         return Layout(formats, rows, sizes, held.rows)
 
     def _pack(self, name: str, part: Mapping[str, Tensor]) -> Tensor:
@@ -325,41 +331,16 @@ def state_of(copy: Copy | None) -> State | None:
         return None
     model: dict[str, Tensor] = {}
     optim: dict[str, ParameterState] = {}
-    layout = copy.layout
-    ranks = sorted(range(len(copy.parts)), key=lambda rank: rank != copy.rank)
-    for rank in ranks:
-        for path, tensor in tensors_of(layout.formats[rank], copy.parts[rank]).items():
-            group, _, last = path.rpartition("/")
-            is_parameter = path.startswith(MODEL)
-            name = last if is_parameter else group
-            into = model if is_parameter else optim.setdefault(name, {})
-            if tensor.dim() == 0 or name not in layout.rows:
-                into[last] = tensor
+    for rank in sorted(range(len(copy.parts)), key=lambda rank: rank != copy.rank):  # in the model's order
+        for path, tensor in tensors_of(copy.layout.formats[rank], copy.parts[rank]).items():
+            key = key_of(path)
+            name = path.rpartition("/")[2]
+            into = model if path == key else optim.setdefault(key, {})
+            rows = copy.layout.rows.get(key)
+            if rows is None or tensor.dim() == 0:
+                into[name] = tensor
                 continue
-            own = layout.rows[name]
-            if is_parameter and rank == copy.rank:  # all rows, of which others replace theirs
-                into[last] = tensor.clone()
-            elif last not in into:
-                into[last] = tensor.new_empty(sum(map(len, own)), *tensor.shape[1:])
-            if not (is_parameter and rank == copy.rank):
-                into[last][own[rank]] = tensor
+            if name not in into:
+                into[name] = tensor.new_empty(sum(map(len, rows)), *tensor.shape[1:])
+            into[name][rows[rank]] = tensor
     return State(dict(copy.meta), model, optim)
-
-
-def _sent(rank: int, held: Held, sync: SyncMode) -> dict[str, Tensor]:
-    """What of `held` the other ranks lack: the part of `rank`, which is this one."""
-    part: dict[str, Tensor] = {}
-    for path, tensor in held.tensors.items():
-        is_parameter = path.startswith(MODEL)
-        name = path.removeprefix(MODEL) if is_parameter else path.rpartition("/")[0]
-        rows = sync.owned_rows(name, rank)
-        if is_parameter and rows is not None:
-            part[path] = tensor[rows]
-        elif not is_parameter and (rows is not None or sync.owner_of(name) == rank):
-            part[path] = tensor
-    return part
-
-
-def _rows_by_rank(name: str, sync: SyncMode, group: Collectives) -> list[Tensor]:
-    rows = [sync.owned_rows(name, rank) for rank in range(group.world_size)]
-    return [each for each in rows if each is not None]
