@@ -26,8 +26,8 @@ def state(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def stored(**knobs: Any) -> dict[str, Any]:
-    config = RunConfig.from_strings({"depth": 2, "num_iterations": 20, **knobs}).to_dict()
+def stored(**settings: Any) -> dict[str, Any]:
+    config = RunConfig.from_strings({"depth": 2, "num_iterations": 20, **settings}).to_dict()
     return {"found": True, "run_file": {"run_id": "a", "config": config, "hosts": HOSTS}}
 
 

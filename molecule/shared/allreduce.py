@@ -64,18 +64,18 @@ def main(argv: list[str]) -> int:
         return 0
     master, *hosts = argv
     pairs = [host.split("=") for host in hosts]
-    said = []
+    output = []
     with tempfile.TemporaryDirectory() as folder:
         ranks = [start(*pair, i, len(pairs), master, Path(folder)) for i, pair in enumerate(pairs)]
         for process in ranks:
             try:
-                said.append(process.communicate(timeout=60)[0])
+                output.append(process.communicate(timeout=60)[0])
             except subprocess.TimeoutExpired:
                 process.kill()
-                said.append(process.communicate()[0] + "\nstill waiting after 60 s")
+                output.append(process.communicate()[0] + "\nstill waiting after 60 s")
     wanted = f"sum {sum(range(1, len(pairs) + 1))},"
-    met = all(process.returncode == 0 and wanted in text for process, text in zip(ranks, said, strict=True))
-    for text in said:
+    met = all(process.returncode == 0 and wanted in text for process, text in zip(ranks, output, strict=True))
+    for text in output:
         lines = text.splitlines()
         print("\n".join([line for line in lines if line.startswith("rank ")] if met else lines[-20:]))
     return 0 if met else 1

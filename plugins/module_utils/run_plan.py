@@ -443,7 +443,7 @@ def transfer_plan(plan: Mapping[str, Any], transfer: Mapping[str, Any]) -> dict[
     return {
         **plan,
         "file": {**plan["file"], "hosts": [host], "chosen_from": hosts},
-        "message": f"{transfer['said']}\n{moved}",
+        "message": f"{transfer['table']}\n{moved}",
         "ends": {each: [f"nanofleet-{run_id}.service"] for each in hosts},
         "step_seconds": transfer["seconds"],
     }

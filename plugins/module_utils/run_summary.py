@@ -205,7 +205,7 @@ def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The decision of the ranks to continue the run on one faster host; {} if there is no such decision.
 
     states: host -> result of run_state. The result has host, seconds (predicted step time on that host),
-    together (predicted step time on all ranks) and `said` (the table of predictions).
+    together (predicted step time on all ranks) and table (the predictions).
     """
     for state in states.values():
         outcome = state.get("outcome") or {}

@@ -111,11 +111,11 @@ def _continue(
     (run_dir / "checkpoints").mkdir(parents=True)
     if start:
         shutil.copytree(folder / "checkpoints" / name, run_dir / "checkpoints" / name)
-    knobs = {**MODEL, "num_iterations": STEPS, **settings, "device_batch_size": rows}
-    run_id = knobs.pop("run_id")
+    values = {**MODEL, "num_iterations": STEPS, **settings, "device_batch_size": rows}
+    run_id = values.pop("run_id")
     attempt = Attempt(run_dir, RankEnv())
     attempt.begin()
-    run_file = RunFile(run_id, RunConfig.from_strings(knobs))
+    run_file = RunFile(run_id, RunConfig.from_strings(values))
     try:
         Piece(run_file, dataset, run_dir, RankEnv(), attempt, RunLogger(RankEnv())).run()
     except PieceEndedError:

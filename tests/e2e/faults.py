@@ -1,6 +1,6 @@
 """Faults as a person's machines have them, planted on a lab host and taken away again.
 
-Used by test_what_doctor_says.py; every fault says what doctor must find, and on which host.
+Used by test_doctor_report.py; every fault names what doctor must find, and on which host.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ class Lab:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What doctor said: its report, its text, and the seconds the whole command took."""
+class DoctorOutput:
+    """The output of doctor: its report, its text, and the seconds the whole command took."""
 
     report: dict[str, Any]
     text: str
@@ -235,28 +235,30 @@ class Said:
         return [each for each in self.report["findings"] if each["code"] == code]
 
 
-def ask_doctor(fleet: Fleet, folder: Path, *, fails: bool, data: Path, **knobs: Any) -> Said:
+def ask_doctor(fleet: Fleet, folder: Path, *, fails: bool, data: Path, **settings: Any) -> DoctorOutput:
     started = time.monotonic()
     file = folder / "report.json"
-    outcome = fleet.play("doctor.yml", fails=fails, data_dir=data, doctor_report=file, **knobs)
+    outcome = fleet.play("doctor.yml", fails=fails, data_dir=data, doctor_report=file, **settings)
     seconds = time.monotonic() - started
     assert outcome.changed() == 0, outcome.stdout
     text = next(iter(outcome.results("Print the report").values()))["msg"]
-    return Said(json.loads(file.read_text()), text, seconds, os.getloadavg()[0])
+    return DoctorOutput(json.loads(file.read_text()), text, seconds, os.getloadavg()[0])
 
 
-def table(rows: list[tuple[Fault, Said]], good: Said, render: Callable[[str], str] = str) -> str:
+def table(
+    rows: list[tuple[Fault, DoctorOutput]], good: DoctorOutput, render: Callable[[str], str] = str
+) -> str:
     """docs/doctor.md's table, of what the doctor reported."""
     lines = ["| planted | on | doctor reported | seconds |", "|---|---|---|---|"]
-    for fault, said in rows:
-        found = [line for line in said.text.splitlines() if line.startswith(("FAULT", "warning"))]
+    for fault, printed in rows:
+        found = [line for line in printed.text.splitlines() if line.startswith(("FAULT", "warning"))]
         # The machine's own load is no part of the fault.
         found = [render(line) for line in found if "NF508" not in line]
         note = f" ({fault.note})" if fault.note else ""
         cell = "<br>".join(found).replace("|", "&#124;")
-        lines.append(f"| {fault.name}{note} | host {fault.host} | {cell} | {said.seconds:.0f} |")
+        lines.append(f"| {fault.name}{note} | host {fault.host} | {cell} | {printed.seconds:.0f} |")
     lines.append(f"| nothing | - | {good.text.splitlines()[-1]} | {good.seconds:.0f} |")
-    loads = [said.load for _fault, said in rows]
+    loads = [printed.load for _fault, printed in rows]
     lines.append("")
     lines.append(
         f"The machine that holds the lab has {os.cpu_count()} cores for both hosts and the controller; its "

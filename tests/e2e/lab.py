@@ -66,7 +66,7 @@ class Outcome:
 
 
 class Fleet:
-    """Runs the root playbooks against one inventory, the way a person does, and keeps what they said."""
+    """Runs the root playbooks against one inventory, the way a person does, and keeps their output."""
 
     def __init__(self, workdir: Path, inventory: Path | None) -> None:
         self.workdir = workdir

@@ -40,7 +40,7 @@ def scan(address: str, ports: Sequence[int], seconds: float) -> dict[int, str]:
     """Try all ports at the same time; returns port -> "open" or "closed" for those that answer."""
     with ThreadPoolExecutor(512) as pool:
         answers = pool.map(lambda port: answer(address, port, seconds), ports)
-        return {port: said for port, said in zip(ports, answers, strict=True) if said}
+        return {port: printed for port, printed in zip(ports, answers, strict=True) if printed}
 
 
 def main() -> None:

@@ -51,8 +51,8 @@ def test_a_new_host_joins_by_its_setup(three: Three, home: Fleet, dataset: Path,
     worker.has_ranks(2)
 
     home.inventory.write_text(listed)
-    said = " ".join(home.play("setup.yml", data_dir=dataset).stdout.split())
-    assert f"Starting {three.name(LAST)} for the run {RUN_ID}, which trains on the others." in said
+    printed = " ".join(home.play("setup.yml", data_dir=dataset).stdout.split())
+    assert f"Starting {three.name(LAST)} for the run {RUN_ID}, which trains on the others." in printed
     worker.has_ranks(3)
     address = three.addresses[LAST - 1]
     for host in (1, 2):

@@ -58,8 +58,8 @@ def test_setup_sends_the_bundle_and_verifies_it(fleet: Fleet, dataset: Path, tra
 def test_two_hosts_find_what_one_process_finds(
     fleet: Fleet, dataset: Path, trained: str, tmp_path: Path
 ) -> None:
-    said = fleet.play("eval.yml", run_id=RUN, fetch_to=tmp_path).stdout
-    assert "evaluated by 2 ranks" in said
+    printed = fleet.play("eval.yml", run_id=RUN, fetch_to=tmp_path).stdout
+    assert "evaluated by 2 ranks" in printed
     found = results(tmp_path)
     assert (tmp_path / RUN / "eval" / "step_000006" / "core.csv").read_text().startswith("Task")
     assert fleet.on(HOSTS[1], f"ls {STATE}/runs/{RUN}/checkpoints 2>/dev/null || true") == "", "rank 0 has it"
@@ -78,22 +78,24 @@ def test_two_hosts_find_what_one_process_finds(
 def test_finished_tasks_are_kept_and_another_limit_is_another_evaluation(
     fleet: Fleet, trained: str, tmp_path: Path
 ) -> None:
-    said = fleet.play("eval.yml", run_id=RUN, fetch_to=tmp_path).stdout
-    assert "were finished before" in said
+    printed = fleet.play("eval.yml", run_id=RUN, fetch_to=tmp_path).stdout
+    assert "were finished before" in printed
     fleet.play("eval.yml", run_id=RUN, fetch_to=tmp_path, core_max_per_task=4, core=BUNDLE)
     assert results(tmp_path)["core"]["max_per_task"] == 4
 
 
 def test_what_cannot_be_evaluated_is_refused(fleet: Fleet, trained: str, tmp_path: Path) -> None:
-    said = " ".join(fleet.play("eval.yml", fails=True, run_id=RUN, checkpoint="step_000004").stdout.split())
-    assert f"NF450: {HOSTS[0]}, the coordinator, has no checkpoint step_000004 of the run {RUN}" in said
-    assert "-e checkpoint=step_000006" in said
-    said = " ".join(fleet.play("eval.yml", fails=True, run_id=RUN, core=tmp_path).stdout.split())
-    assert f"NF617: There is no CORE bundle in {tmp_path}" in said
+    printed = " ".join(
+        fleet.play("eval.yml", fails=True, run_id=RUN, checkpoint="step_000004").stdout.split()
+    )
+    assert f"NF450: {HOSTS[0]}, the coordinator, has no checkpoint step_000004 of the run {RUN}" in printed
+    assert "-e checkpoint=step_000006" in printed
+    printed = " ".join(fleet.play("eval.yml", fails=True, run_id=RUN, core=tmp_path).stdout.split())
+    assert f"NF617: There is no CORE bundle in {tmp_path}" in printed
     fleet.on(HOSTS[1], f"mv {STATE}/data/core /tmp/core")
     try:
-        said = " ".join(fleet.play("eval.yml", fails=True, run_id=RUN).stdout.split())
+        printed = " ".join(fleet.play("eval.yml", fails=True, run_id=RUN).stdout.split())
     finally:
         fleet.on(HOSTS[1], f"mv /tmp/core {STATE}/data/core")
-    assert f"NF452: The CORE bundle in {STATE}/data/core" in said
-    assert f"not the same on all hosts; it is missing on {HOSTS[1]}." in said
+    assert f"NF452: The CORE bundle in {STATE}/data/core" in printed
+    assert f"not the same on all hosts; it is missing on {HOSTS[1]}." in printed

@@ -88,11 +88,11 @@ def check(three: Three, firewall: str, rows: list[str]) -> None:
         assert (29500 in listening, 5000 in listening) == (host == 1, host == 1)
         for address in (three.addresses[host - 1], f"fd42::1{host}"):
             seen = three.scan(3, address)
-            said = f"host {host}, {address}, ufw {firewall}"
-            assert seen.pop(22, "") == "open", f"{said}: the scan itself works"
+            printed = f"host {host}, {address}, ufw {firewall}"
+            assert seen.pop(22, "") == "open", f"{printed}: the scan itself works"
             if host == 1:
                 rows.append(row(firewall, address, "a host outside", listening, {22: "open", **seen}))
-            assert [port for port, answer in seen.items() if answer == "open"] == [], said
+            assert [port for port, answer in seen.items() if answer == "open"] == [], printed
         within = three.scan(peer, three.addresses[host - 1], *listening)
         if host == 1:
             rows.append(row(firewall, three.addresses[0], "a host of the fleet", listening, within))
@@ -122,7 +122,10 @@ def test_a_fleet_on_ipv6_is_closed_as_well(three: Three, dataset: Path, tmp_path
         assert "[fd42::11]:5000" in three.inside(1, "ss -Hltn"), "the tracker listens there"
         for address in ("fd42::11", three.addresses[0]):
             seen = three.scan(3, address)
-            assert (seen.pop(22), [port for port, said in seen.items() if said == "open"]) == ("open", [])
+            assert (seen.pop(22), [port for port, printed in seen.items() if printed == "open"]) == (
+                "open",
+                [],
+            )
         assert three.scan(2, "fd42::11", 5000, 29500) == {5000: "open", 29500: "open"}
     finally:
         six.play("stop.yml", stop_now=True)

@@ -76,7 +76,7 @@ def test_a_second_fleet_is_refused_by_name_before_anything_is_changed(
         ("reset.yml", {"reset_confirm": True}),
     ):
         refused = attic.play(playbook, fails=True, **settings)
-        said = " ".join(refused.stdout.split())
+        printed = " ".join(refused.stdout.split())
         for words in (
             f"{NAME}-2 serves the fleet home: {NAME}-1",
             "set up by ",
@@ -84,7 +84,7 @@ def test_a_second_fleet_is_refused_by_name_before_anything_is_changed(
             f"reset.yml -e fleet_id=home -e reset_confirm=true --limit {NAME}-2",
             "No host was changed",
         ):
-            assert words in said, f"{playbook}: {said}"
+            assert words in printed, f"{playbook}: {printed}"
         assert refused.changed() == 0
     assert state(three, 2) == before
     assert three.inside(3, "ls /opt; ufw show added | grep nanofleet || true") == ""
@@ -127,8 +127,8 @@ def test_two_operators_of_one_fleet_reach_the_tracker_and_change_nothing_of_each
 
 def test_another_name_for_the_same_hosts_renames_the_fleet(three: Three, dataset: Path) -> None:
     for name in ("house", "home"):
-        said = three.home.play("setup.yml", data_dir=dataset, fleet_id=name).stdout
-        assert f"its name is {name} now" in " ".join(said.split())
+        printed = three.home.play("setup.yml", data_dir=dataset, fleet_id=name).stdout
+        assert f"its name is {name} now" in " ".join(printed.split())
         assert {line.partition("comment ")[2] for line in rules(three, 2)} == {f"'nanofleet {name}'"}
         assert f"of the fleet {name}." in three.inside(2, "cat /etc/sysctl.d/60-nanofleet.conf")
         assert three.home.play("setup.yml", data_dir=dataset, fleet_id=name).changed() == 0
@@ -152,7 +152,7 @@ def test_a_host_serves_one_fleet_after_the_other(three: Three, attic: Fleet, dat
     attic.play("setup.yml", data_dir=dataset)
     before = state(three, 2)
     assert "comment 'nanofleet attic'" in before
-    said = three.home.play("reset.yml", fails=True, reset_confirm=True).stdout
-    assert f"{NAME}-2 serves the fleet attic" in " ".join(said.split())
+    printed = three.home.play("reset.yml", fails=True, reset_confirm=True).stdout
+    assert f"{NAME}-2 serves the fleet attic" in " ".join(printed.split())
     assert state(three, 2) == before
     attic.play("reset.yml", reset_confirm=True)

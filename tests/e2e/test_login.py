@@ -48,18 +48,18 @@ def test_a_login_without_a_proper_password_is_refused(three: Three, dataset: Pat
 
 
 def test_ranks_log_in_and_nobody_sees_the_password(three: Three, dataset: Path) -> None:
-    said = three.home.play("setup.yml", data_dir=dataset, **LOGIN).stdout
+    printed = three.home.play("setup.yml", data_dir=dataset, **LOGIN).stdout
     assert three.home.play("setup.yml", data_dir=dataset, **LOGIN).changed() == 0
     assert (status(three), status(three, "wrong-horse-battery"), status(three, PASSWORD)) == (401, 401, 200)
     run = {**TINY, "run_id": "login", "steps": 60}
-    said += three.home.play("train.yml", **LOGIN, **run).stdout
+    printed += three.home.play("train.yml", **LOGIN, **run).stdout
     arguments = "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"
     assert PASSWORD not in three.inside(1, arguments)
-    said += three.home.play("playbooks/watch.yml", run_id="login").stdout
+    printed += three.home.play("playbooks/watch.yml", run_id="login").stdout
     log = three.inside(1, "cat /var/lib/nanofleet/runs/login/train.log")
     assert "Tracked at http://" in log
     journal = three.inside(1, "journalctl --no-pager --output=cat")
-    for where, text in (("playbooks", said), ("log", log), ("journal", journal)):
+    for where, text in (("playbooks", printed), ("log", log), ("journal", journal)):
         assert PASSWORD not in text, where
     files = "/var/lib/nanofleet /etc $(find /opt/nanofleet -maxdepth 1 -type f)"
     found = three.inside(1, f"grep -rlF {PASSWORD} {files} || true").split()

@@ -84,7 +84,7 @@ def test_logs_and_copies_come_and_a_second_copy_changes_nothing(fleet: Fleet, tm
     assert fleet.play("fetch.yml", run_id="e2e", fetch_to=tmp_path).changed() == 0
 
 
-def test_a_finished_run_says_so(fleet: Fleet) -> None:
+def test_a_finished_run_reports_it(fleet: Fleet) -> None:
     again = fleet.play("train.yml", run_id="e2e", steps=20, **TINY)
     assert again.changed() == 0
     assert "finished" in again.stdout
@@ -129,12 +129,12 @@ def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
     twice = fleet.play("train.yml", run_id="long", steps=4000, eval_every=0, **TINY)
     assert twice.changed() == 0
     assert re.search(rf"is active .*on {HOSTS[0]}, {HOSTS[1]}", " ".join(twice.stdout.split()))
-    said = fleet.on(HOSTS[1], "systemd-analyze security --no-pager nanofleet-long | tail -1")
-    exposure = re.search(r"level for nanofleet-long\.service: ([0-9.]+)", said)
-    assert exposure, said
-    assert float(exposure[1]) <= 3.0, said
-    said = fleet.play("stop.yml", run_id="long").stdout
-    assert "ends after one more step" in said
+    printed = fleet.on(HOSTS[1], "systemd-analyze security --no-pager nanofleet-long | tail -1")
+    exposure = re.search(r"level for nanofleet-long\.service: ([0-9.]+)", printed)
+    assert exposure, printed
+    assert float(exposure[1]) <= 3.0, printed
+    printed = fleet.play("stop.yml", run_id="long").stdout
+    assert "ends after one more step" in printed
     stopped = json.loads(fleet.on(HOSTS[0], f"cat {RUN}/long/outcome.json"))
     assert stopped["outcome"] == "stopped", stopped
     assert 0 < stopped["step"] < 4000
@@ -174,15 +174,15 @@ def gpu_stand_in(fleet: Fleet) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu_stand_in")
 def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> None:
-    knobs = {"run_id": "left", "steps": 4000, "eval_every": 0, "sync": "auto", "nproc_per_node": 2, **TINY}
-    said = fleet.play("train.yml", **knobs).stdout
-    assert "predicted, s a step (tok/s)" in said, "the table by which it was decided"
-    assert f"The run left is transferred to {HOSTS[1]}; {HOSTS[0]} is free." in " ".join(said.split())
+    settings = {"run_id": "left", "steps": 4000, "eval_every": 0, "sync": "auto", "nproc_per_node": 2, **TINY}
+    printed = fleet.play("train.yml", **settings).stdout
+    assert "predicted, s a step (tok/s)" in printed, "the table by which it was decided"
+    assert f"The run left is transferred to {HOSTS[1]}; {HOSTS[0]} is free." in " ".join(printed.split())
     status = fleet.play("status.yml", run_id="left").stdout
     assert re.search(rf"{HOSTS[0]} +not needed ", status), status
     assert fleet.on(HOSTS[0], "pgrep -u nanofleet -fc 'trainer [t]rain' || true") == "0"
     assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long", "smoke"], "nothing is left there"
-    again = fleet.play("train.yml", **knobs)
+    again = fleet.play("train.yml", **settings)
     assert (again.changed(), "transferred it to that host" in " ".join(again.stdout.split())) == (0, True)
     run_file = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/run.json"))
     assert (run_file["hosts"], run_file["chosen_from"]) == ([HOSTS[1]], list(HOSTS))
@@ -245,9 +245,9 @@ def test_data_that_the_hosts_do_not_hold_are_refused(fleet: Fleet, dataset: Path
     assert "is not a dataset" in fleet.play("train.yml", fails=True, data_dir=tmp_path, **TINY).stdout
     manifest = (dataset / "manifest.json").read_text()
     (tmp_path / "manifest.json").write_text(manifest + "\n")
-    said = fleet.play("train.yml", fails=True, run_id="other", data_dir=tmp_path, **TINY).stdout
+    printed = fleet.play("train.yml", fails=True, run_id="other", data_dir=tmp_path, **TINY).stdout
     for host in HOSTS:
-        assert f"The training data of {host} are not those of {tmp_path}" in " ".join(said.split())
+        assert f"The training data of {host} are not those of {tmp_path}" in " ".join(printed.split())
     assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long", "smoke"]
 
 
@@ -286,11 +286,11 @@ def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:
     # An address of the lab's own subnet where nobody answers.
     address = re.findall(r"ansible_host: [\"']?([0-9.]+)", text)[1]
     inventory.write_text(text.replace(address, address.rsplit(".", 1)[0] + ".250"))
-    said = (
+    printed = (
         Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="down", steps=5, **TINY).stdout
     )
-    assert re.search(rf"^ *NF101 +{HOSTS[1]} +SSH cannot reach this host at ", said, re.MULTILINE), said
-    assert "Traceback" not in said
+    assert re.search(rf"^ *NF101 +{HOSTS[1]} +SSH cannot reach this host at ", printed, re.MULTILINE), printed
+    assert "Traceback" not in printed
 
 
 def test_a_host_whose_key_has_changed_is_refused(fleet: Fleet, tmp_path: Path) -> None:
@@ -304,5 +304,7 @@ def test_a_host_whose_key_has_changed_is_refused(fleet: Fleet, tmp_path: Path) -
     anew = "  vars:\n    ansible_ssh_args: -o ControlMaster=no -o ControlPath=none\n"
     inventory = tmp_path / "hosts.yml"
     inventory.write_text(text.replace(known, str(tmp_path / "known_hosts")).replace("  vars:\n", anew))
-    said = Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="key", **TINY).stdout
-    assert " ".join(said.split()).count("the controller does not know the host's SSH key") >= len(HOSTS), said
+    printed = Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="key", **TINY).stdout
+    assert " ".join(printed.split()).count("the controller does not know the host's SSH key") >= len(HOSTS), (
+        printed
+    )

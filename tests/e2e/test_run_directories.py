@@ -104,10 +104,10 @@ def test_a_second_setup_takes_no_folder_of_roots_for_one_of_the_service_user(
         HOSTS[0], f"cd {STATE}; mv mlflow records; ln -s {ROOTS}/folder mlflow; chown -h nanofleet mlflow"
     )
     try:
-        said = hosts.play("setup.yml", fails=True, data_dir=dataset).stdout
+        printed = hosts.play("setup.yml", fails=True, data_dir=dataset).stdout
     finally:
         hosts.on(HOSTS[0], f"cd {STATE}; rm mlflow; mv records mlflow")
-    assert f"{STATE}/mlflow already exists as a link" in " ".join(said.split())
+    assert f"{STATE}/mlflow already exists as a link" in " ".join(printed.split())
     assert of_root(hosts) == before
     assert hosts.on(HOSTS[0], f"stat -c %U {STATE}") == "root"
     hosts.play("setup.yml", data_dir=dataset)

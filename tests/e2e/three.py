@@ -56,7 +56,7 @@ class Three:
         argv = ["podman", "exec", "-i", f"{NAME}-{source}", "python3", "-", address]
         argv += ["--seconds=20", *map(str, ports)] if ports else SCANNED.split()
         done = subprocess.run(argv, input=script, capture_output=True, text=True, check=True)
-        return {int(port): said for port, said in json.loads(done.stdout).items()}
+        return {int(port): printed for port, printed in json.loads(done.stdout).items()}
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """The lab of the fault suite, set up once, and the table that the suite writes.
 
 NANOFLEET_FAULTS_LAB=NAME takes a lab that is up and set up, and leaves it so. NANOFLEET_FAULTS_PAGE=1 writes
-what was said to docs/faults.md.
+what was reported to docs/faults.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from e2e.lab import ROOT, Fleet
 
-from .said import Row
+from .messages import Row
 from .site import Site
 
 PAGE = ROOT / "docs" / "faults.md"
@@ -49,7 +49,7 @@ def _free_hosts(site: Site) -> None:
 
 
 def write_page(site: Site) -> None:
-    """docs/faults.md's table, of what was really said: rows of these faults anew, the others as they were."""
+    """The table of docs/faults.md: the rows of these faults are new, the others as they were."""
     before, _mark, rest = PAGE.read_text().partition("<!-- faults -->\n")
     old, _mark, after = rest.partition("<!-- end -->")
     lines = {line.split(" | ")[0]: line for line in old.splitlines()[len(HEAD) :]}
@@ -59,13 +59,13 @@ def write_page(site: Site) -> None:
 
 
 def _line(row: Row, site: Site) -> str:
-    said = re.sub(r"^\[rank (\d+)\] ", "", " ".join(row.said.split()))
+    printed = re.sub(r"^\[rank (\d+)\] ", "", " ".join(row.printed.split()))
     for name, address, other, plain in zip(
         site.names, site.addresses, ("tower", "laptop"), ("10.0.0.1", "10.0.0.2"), strict=True
     ):
-        said = said.replace(name, other).replace(address, plain)
-    said = re.sub(r"(ansible-playbook) -i \S+", r"\1", said)  # the lab's inventory
-    said = said.replace(str(site.data), "data")
-    said = re.sub(r"\b([a-z]+)(-\d+)?-\d{10}\b", r"\1", said)  # runs carry the time in their names
+        printed = printed.replace(name, other).replace(address, plain)
+    printed = re.sub(r"(ansible-playbook) -i \S+", r"\1", printed)  # the lab's inventory
+    printed = printed.replace(str(site.data), "data")
+    printed = re.sub(r"\b([a-z]+)(-\d+)?-\d{10}\b", r"\1", printed)  # runs carry the time in their names
     cost = f"{row.pause.seconds:.0f} | {row.pause.repeated}" if row.pause else "- | -"
-    return f"| {row.fault} | {row.seconds:.0f} | {said.replace('|', '&#124;')} | {row.then} | {cost} |"
+    return f"| {row.fault} | {row.seconds:.0f} | {printed.replace('|', '&#124;')} | {row.then} | {cost} |"

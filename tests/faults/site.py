@@ -1,4 +1,4 @@
-"""A lab whose runs are broken on purpose: what is planted, what was said to it, how soon, what is left.
+"""A lab whose runs are broken on purpose: what is planted, what was reported, how soon, what is left.
 
 Times are taken from the moment of planting to the moment a line appears in a run's log on a host, in a
 playbook's output, or in what systemd shows.
@@ -20,7 +20,7 @@ from typing import Any
 
 from e2e.lab import ENVIRONMENT, ROOT, Fleet
 
-from .said import Pause, Row, Said
+from .messages import AwaitedLine, Pause, Row
 
 STATE = "/var/lib/nanofleet"
 COORDINATOR, WORKER = 1, 2
@@ -41,7 +41,7 @@ def slack() -> float:
 
 
 def _heed_interrupts() -> None:
-    """A playbook hears Ctrl-C as in a terminal, though whoever runs the tests may not."""
+    """A playbook receives Ctrl-C as in a terminal, though whoever runs the tests may not."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -93,18 +93,18 @@ class Site:
 
     # -- what a person does ----------------------------------------------------------------------------
 
-    def play(self, verb: str, run_id: str, *, fails: bool = False, **knobs: Any) -> str:
-        """Run a playbook to its end; returns what it said."""
-        return self.fleet.play(verb, fails=fails, run_id=run_id, data_dir=self.data, **knobs).stdout
+    def play(self, verb: str, run_id: str, *, fails: bool = False, **settings: Any) -> str:
+        """Run a playbook to its end; returns its output."""
+        return self.fleet.play(verb, fails=fails, run_id=run_id, data_dir=self.data, **settings).stdout
 
-    def train(self, run_id: str, *, fails: bool = False, **knobs: Any) -> str:
-        return self.play("train.yml", run_id, fails=fails, **{**TINY, "elastic": self.elastic, **knobs})
+    def train(self, run_id: str, *, fails: bool = False, **settings: Any) -> str:
+        return self.play("train.yml", run_id, fails=fails, **{**TINY, "elastic": self.elastic, **settings})
 
-    def begin(self, verb: str, run_id: str, folder: Path, **knobs: Any) -> Play:
+    def begin(self, verb: str, run_id: str, folder: Path, **settings: Any) -> Play:
         """Start a playbook and go on."""
         log = folder / f"{verb}-{run_id}.log"
         run = {**TINY, "elastic": self.elastic} if verb == "train.yml" else {}
-        words = {**run, **knobs, "run_id": run_id, "data_dir": self.data}
+        words = {**run, **settings, "run_id": run_id, "data_dir": self.data}
         command = ["ansible-playbook", "-i", str(self.fleet.inventory), verb]
         for name, value in words.items():
             command += ["-e", f"{name}={value}"]
@@ -183,9 +183,9 @@ class Site:
         started = time.monotonic()
         limit = seconds * slack()
         while not what():
-            said = during.output if during else ""
-            assert not during or during.process.poll() is None, f"{why}: the playbook has ended\n{said}"
-            assert time.monotonic() - started < limit, f"{why}: not within {limit:.0f} s\n{said}"
+            printed = during.output if during else ""
+            assert not during or during.process.poll() is None, f"{why}: the playbook has ended\n{printed}"
+            assert time.monotonic() - started < limit, f"{why}: not within {limit:.0f} s\n{printed}"
             time.sleep(POLL_SECONDS)
         return time.monotonic() - started
 
@@ -202,25 +202,27 @@ class Site:
         )
 
     @contextmanager
-    def hears(self, run_id: str, *words: str, host: int = 1, seconds: float = 60) -> Iterator[Said]:
+    def awaits_line(
+        self, run_id: str, *words: str, host: int = 1, seconds: float = 60
+    ) -> Iterator[AwaitedLine]:
         """Within the block a fault is planted; after it, its line in the log is waited for."""
         before = self.log_size(host, run_id)
-        said = Said(time.monotonic(), time.time())
-        yield said
+        awaited = AwaitedLine(time.monotonic(), time.time())
+        yield awaited
         path = f"{STATE}/runs/{run_id}/train.log"
 
         def found() -> bool:
             log = self.inside(host, f"tail -c +{before + 1} {path} 2>/dev/null || true")
             hits = [line for line in log.splitlines() if all(word in line for word in words)]
-            said.line = hits[0] if hits else ""
-            said.log = log
+            awaited.line = hits[0] if hits else ""
+            awaited.log = log
             return bool(hits)
 
         try:
             self.until(found, seconds, f"{words} in {path} of host {host}")
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{said.log[-4000:]}") from None
-        said.seconds = time.monotonic() - said.planted
+            raise AssertionError(f"{error}\n{awaited.log[-4000:]}") from None
+        awaited.seconds = time.monotonic() - awaited.planted
 
     def boots(self, host: int) -> None:
         """Wait until a host that was started is up."""
@@ -245,7 +247,7 @@ class Site:
         fix: Callable[[], Any] = lambda: None,
         host: int = 1,
         restarts: bool = True,
-    ) -> Said:
+    ) -> AwaitedLine:
         """Plant a fault in a run that trains: its words come in time, the run goes on; a row of it.
 
         `host` is the one whose log has the words. Without `restarts` the same attempt must go on.
@@ -255,7 +257,7 @@ class Site:
         log = self.log_size(COORDINATOR, run_id)
         step = self.step(run_id)
         try:
-            with self.hears(run_id, *words, host=host, seconds=within) as said:
+            with self.awaits_line(run_id, *words, host=host, seconds=within) as awaited:
                 plant()
         finally:
             fix()
@@ -267,19 +269,21 @@ class Site:
         for each in (COORDINATOR, WORKER):
             self.pid(each, run_id)  # one, and no orphan beside it
         then = "resumed" if restarts else "continued"
-        self.note(fault, said.seconds, said.line, then, self.pause(run_id, said, step, log, restarts))
-        return said
+        self.note(
+            fault, awaited.seconds, awaited.line, then, self.pause(run_id, awaited, step, log, restarts)
+        )
+        return awaited
 
-    def pause(self, run_id: str, said: Said, step: int, log: int, restarts: bool = True) -> Pause:
+    def pause(self, run_id: str, awaited: AwaitedLine, step: int, log: int, restarts: bool = True) -> Pause:
         """What a fault cost that was planted after `step`, when the coordinator's log had the size `log`."""
         text = self.inside(COORDINATOR, f"cat {STATE}/runs/{run_id}/metrics.jsonl")
         entries = [json.loads(line) for line in text.splitlines() if '"loss"' in line]
         times = {entry["step"]: entry["time"] for entry in entries}
         if not restarts:
-            return Pause.of(times, said.planted_at, step, None)
+            return Pause.of(times, awaited.planted_at, step, None)
         ended = self.inside(COORDINATOR, f"tail -n 1 {STATE}/runs/{run_id}/attempts.jsonl")
         return Pause.of(
-            times, said.planted_at, max(step, json.loads(ended)["step"]), self.resumed(run_id, log)
+            times, awaited.planted_at, max(step, json.loads(ended)["step"]), self.resumed(run_id, log)
         )
 
     def resumed(self, run_id: str, beyond: int) -> int:
@@ -328,6 +332,6 @@ class Site:
             assert ":29500 " not in self.inside(host, "ss -Htln")
             assert self.inside(host, f"find {STATE}/runs -path '*/checkpoints/.*.tmp' -type d") == ""
 
-    def note(self, fault: str, seconds: float, said: str, then: str, pause: Pause | None = None) -> None:
+    def note(self, fault: str, seconds: float, printed: str, then: str, pause: Pause | None = None) -> None:
         """Keep a row for docs/faults.md."""
-        self.rows.append(Row(fault, seconds, said, then, pause))
+        self.rows.append(Row(fault, seconds, printed, then, pause))

@@ -1,4 +1,4 @@
-"""Faults of fine-tuning, evaluating and serving: what is said, and that the model answers in the end."""
+"""Faults of fine-tuning, evaluating and serving: what is reported, and that the model answers in the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from .said import message
+from .messages import message
 from .site import COORDINATOR, IMPATIENT, ROOT, STATE, TINY, WORKER, Site
 
 pytestmark = [pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -62,9 +62,9 @@ def tuned(site: Site, base: str, chats: Path) -> Iterator[dict[str, Any]]:
 def begin(site: Site, asked: dict[str, Any], **more: Any) -> str:
     """Start or resume the run that fine-tunes, and wait until it is past a checkpoint."""
     given = {name: value for name, value in asked.items() if name != "run_id"}
-    said = site.play("train.yml", asked["run_id"], **given, **more)
+    printed = site.play("train.yml", asked["run_id"], **given, **more)
     site.trains(asked["run_id"], beyond=12)
-    return said
+    return printed
 
 
 def asked_of(url: str, text: str = "What?") -> tuple[int, dict[str, Any]]:
@@ -107,8 +107,8 @@ def test_a_damaged_file_of_conversations_is_sent_again(site: Site, tuned: dict[s
     spoils = f"printf x | dd of={shard} bs=1 seek=20 conv=notrunc status=none"
     site.inside(WORKER, keeps.format(spoils))
     started = time.monotonic()
-    said = begin(site, tuned)
-    text = " ".join(said.split()).replace("''", "'")  # as YAML quotes it
+    printed = begin(site, tuned)
+    text = " ".join(printed.split()).replace("''", "'")  # as YAML quotes it
     assert (
         f"{site.names[1]}: shard_00000.parquet was altered (its sha256 is not the manifest's). Sent again."
         in text
@@ -116,7 +116,7 @@ def test_a_damaged_file_of_conversations_is_sent_again(site: Site, tuned: dict[s
     assert "Resuming from the checkpoint" in site.inside(COORDINATOR, f"cat {STATE}/runs/{run}/train.log")
     seconds = time.monotonic() - started
     site.note(
-        "a file of conversations altered on a host", seconds, message(said, "was altered"), "sent, resumed"
+        "a file of conversations altered on a host", seconds, message(printed, "was altered"), "sent, resumed"
     )
 
 
@@ -138,8 +138,8 @@ def test_a_model_is_served_while_a_host_leaves(site: Site, tuned: dict[str, Any]
             site.boots(WORKER)
         site.resumed(run, log)
         site.until(lambda: served_step(url) > before, 120, "a newer checkpoint is served")
-        said = f"answered with step {before}, later with step {served_step(url)}"
-        site.note("a host leaves while its run is served", seconds, said, "answered, resumed")
+        printed = f"answered with step {before}, later with step {served_step(url)}"
+        site.note("a host leaves while its run is served", seconds, printed, "answered, resumed")
 
         status, answer = asked_of(url, "What? " * 200)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
@@ -173,13 +173,13 @@ def answers(url: str) -> bool:
 def test_a_run_that_trains_is_not_evaluated(site: Site, tuned: dict[str, Any]) -> None:
     run = tuned["run_id"]
     started = time.monotonic()
-    said = site.play("eval.yml", run, fails=True)
+    printed = site.play("eval.yml", run, fails=True)
     seconds = time.monotonic() - started
     words = f"NF451: {site.names[0]} is busy with {run}"
-    assert words in " ".join(said.split())
-    assert f"stop.yml -e run_id={run}" in " ".join(said.split())
+    assert words in " ".join(printed.split())
+    assert f"stop.yml -e run_id={run}" in " ".join(printed.split())
     site.note(
-        "eval.yml while a run trains", seconds, message(said, "is busy with"), "refused; the run continues"
+        "eval.yml while a run trains", seconds, message(printed, "is busy with"), "refused; the run continues"
     )
 
 
@@ -190,13 +190,13 @@ def test_a_bundle_that_a_host_lacks_is_named(site: Site, base: str) -> None:
     site.inside(COORDINATOR, f"cp -a {STATE}/core/core {own}")
     try:
         started = time.monotonic()
-        said = site.play("eval.yml", base, fails=True)
+        printed = site.play("eval.yml", base, fails=True)
         seconds = time.monotonic() - started
     finally:
         site.inside(COORDINATOR, f"rm -r {own}")
     words = f"is not the same on all hosts; it is missing on {site.names[1]}."
-    assert words in " ".join(said.split())
-    site.note("a CORE bundle missing on a host", seconds, message(said, "The CORE bundle in"), "refused")
+    assert words in " ".join(printed.split())
+    site.note("a CORE bundle missing on a host", seconds, message(printed, "The CORE bundle in"), "refused")
     site.nothing_is_left()
 
 
@@ -211,9 +211,9 @@ def test_a_killed_rank_ends_the_evaluation_which_continues(site: Site, base: str
     site.inside(WORKER, f"kill -KILL {site.inside(WORKER, find).split()[0]}")
     assert play.end() != 0, play.output
     seconds = time.monotonic() - started
-    said = " ".join(play.output.split())
-    assert "NF454: The evaluation has not finished." in said
-    assert "then repeat the command" in said
+    printed = " ".join(play.output.split())
+    assert "NF454: The evaluation has not finished." in printed
+    assert "then repeat the command" in printed
     site.nothing_is_left()
     again = site.play("eval.yml", base, core=BUNDLE)
     assert "The results of" in again

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from e2e.lab import Fleet
 
-from .said import message
+from .messages import message
 from .site import COORDINATOR, IMPATIENT, STATE, TINY, WORKER, Site
 from .test_links import UP
 
@@ -60,7 +60,7 @@ def test_a_host_without_power_returns_to_its_run_by_itself(site: Site, run: str)
 def test_a_host_leaves_for_good_and_another_joins(site: Site, run: str, tmp_path: Path) -> None:
     """It is shut down in order; the rest goes on from the checkpoint, with an inventory of the rest."""
     before, step = site.log_size(COORDINATOR, run), site.step(run)
-    with site.hears(run, site.names[1], "Asked to end by SIGTERM", seconds=30) as said:
+    with site.awaits_line(run, site.names[1], "Asked to end by SIGTERM", seconds=30) as awaited:
         site.outside("podman stop --time 30 {name}", WORKER)
     try:
         rest = tmp_path / "hosts.yml"
@@ -80,10 +80,10 @@ def test_a_host_leaves_for_good_and_another_joins(site: Site, run: str, tmp_path
         assert "its units are ended, and it resumes on" in " ".join(alone.stdout.split())
         site.note(
             "a host shut down, and gone for good",
-            said.seconds,
-            said.line,
+            awaited.seconds,
+            awaited.line,
             "resumed without it by train.yml",
-            site.pause(run, said, step, before),
+            site.pause(run, awaited, step, before),
         )
     finally:
         site.outside("podman start {name}", WORKER)
@@ -113,7 +113,7 @@ def test_a_frozen_rank_is_named_within_the_minute(site: Site, run: str) -> None:
     site.play("stop.yml", run)
     site.train(run)
     step, before = site.step(run), site.log_size(COORDINATOR, run)
-    with site.hears(run, "Lost rank 1", "is frozen", seconds=140) as given_up:
+    with site.awaits_line(run, "Lost rank 1", "is frozen", seconds=140) as given_up:
         pid = 0
 
         def freeze() -> None:
@@ -121,14 +121,14 @@ def test_a_frozen_rank_is_named_within_the_minute(site: Site, run: str) -> None:
             pid = site.pid(WORKER, run)
             site.inside(WORKER, f"kill -STOP {pid}")
 
-        with site.hears(
+        with site.awaits_line(
             run, "is frozen (its host takes the connection, the process does not answer)", seconds=75
         ) as named:
             freeze()
         assert named.seconds < 75
         assert "frozen" in site.play("status.yml", run)
     log = site.log_size(COORDINATOR, run)
-    with site.hears(run, "stood still for", host=WORKER, seconds=30) as continued:
+    with site.awaits_line(run, "stood still for", host=WORKER, seconds=30) as continued:
         site.inside(WORKER, f"kill -CONT {pid}")
     site.resumed(run, log)
     site.trains(run)

@@ -85,7 +85,7 @@ def test_a_link_of_100_kbit(site: Site, run: str) -> None:
 def test_large_packets_dropped_one_way(site: Site, run: str) -> None:
     """The rank lives and its small packets arrive: it is not called frozen."""
     peer = site.addresses[COORDINATOR - 1]
-    said = site.survives(
+    awaited = site.survives(
         run,
         "packets above 700 bytes dropped one way",
         lambda: site.inside(WORKER, NO_LARGE.format("I", peer)),
@@ -96,7 +96,7 @@ def test_large_packets_dropped_one_way(site: Site, run: str) -> None:
         fix=lambda: site.inside(WORKER, NO_LARGE.format("D", peer)),
         restarts=False,
     )
-    assert "is frozen" not in said.log
+    assert "is frozen" not in awaited.log
 
 
 def test_large_packets_dropped_for_good_end_the_attempt_and_doctor_names_the_rule(
@@ -110,7 +110,7 @@ def test_large_packets_dropped_for_good_end_the_attempt_and_doctor_names_the_rul
         doctor.append(site.fleet.play("doctor.yml", fails=True).stdout)
         site.inside(WORKER, NO_LARGE.format("D", peer))
 
-    said = site.survives(
+    awaited = site.survives(
         run,
         "packets above 700 bytes dropped for good",
         lambda: site.inside(WORKER, NO_LARGE.format("I", peer)),
@@ -120,8 +120,8 @@ def test_large_packets_dropped_for_good_end_the_attempt_and_doctor_names_the_rul
         within=7 * IMPATIENT + 15,
         fix=fix,
     )
-    assert "Lost rank" not in said.line
-    assert "is frozen" not in said.log
+    assert "Lost rank" not in awaited.line
+    assert "is frozen" not in awaited.log
     found = " ".join(doctor[0].split())
     assert "are lost without an error" in found
     assert f"The rule on {site.names[WORKER - 1]} is: iptables -A OUTPUT -d {peer}/32" in found

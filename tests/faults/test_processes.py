@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from e2e.lab import ROOT
 
-from .said import message
+from .messages import message
 from .site import COORDINATOR, IMPATIENT, STATE, WORKER, Site, slack
 
 pytestmark = [pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -90,13 +90,13 @@ def test_a_damaged_checkpoint_is_passed_over(site: Site, run: str) -> None:
         )
 
     # The run resumes from its copy on the other host, or from the previous checkpoint if there is none yet.
-    said = site.survives(run, "a damaged checkpoint", plant, "is damaged", within=60)
-    assert "sha256" in said.line
+    awaited = site.survives(run, "a damaged checkpoint", plant, "is damaged", within=60)
+    assert "sha256" in awaited.line
     assert site.inside(COORDINATOR, f"ls -d {folder}/damaged_step_*")
 
 
 def test_the_tracker_is_killed_and_comes_back(site: Site, run: str) -> None:
-    """Its unit would start it again at once: it is kept down until the run has said that it is away."""
+    """Its unit would start it again at once: it is kept down until the run has reported that it is away."""
     site.survives(
         run,
         "the tracker gone",
@@ -107,7 +107,7 @@ def test_the_tracker_is_killed_and_comes_back(site: Site, run: str) -> None:
         within=60,
         restarts=False,
     )
-    with site.hears(run, "The tracker at", "is back", seconds=90):
+    with site.awaits_line(run, "The tracker at", "is back", seconds=90):
         site.inside(COORDINATOR, "systemctl start nanofleet-tracker")
 
 
@@ -116,18 +116,18 @@ def test_a_run_file_that_differs_ends_the_run_with_a_table(site: Site, run: str)
     path = f"{STATE}/runs/{run}/run.json"
     site.inside(WORKER, f'sed -i \'s/"seed": [0-9]*/"seed": 7/\' {path} && grep -q \'"seed": 7\' {path}')
     log = site.log_size(COORDINATOR, run)
-    with site.hears(run, "The ranks differ", "config.seed is 42", f"{site.names[1]}) has 7") as said:
+    with site.awaits_line(run, "The ranks differ", "config.seed is 42", f"{site.names[1]}) has 7") as awaited:
         site.inside(WORKER, f"kill -KILL {site.pid(WORKER, run)}")
     site.ended(run, 30)
     for host in (COORDINATOR, WORKER):
         outcome = site.json(host, run, "outcome.json")
         assert outcome["outcome"] == "final", outcome
         assert "config.seed" in outcome["reason"]
-    assert "config.seed" in said.log[said.log.index("field ") :], "the table"
+    assert "config.seed" in awaited.log[awaited.log.index("field ") :], "the table"
     site.nothing_is_left()
     site.train(run, launch_stall_seconds=IMPATIENT)
     site.resumed(run, log)
-    site.note("run files that differ", said.seconds, said.line, "ended; train.yml renders it again")
+    site.note("run files that differ", awaited.seconds, awaited.line, "ended; train.yml renders it again")
 
 
 def test_the_losses_are_those_of_a_run_that_nobody_disturbed(site: Site, run: str) -> None:
@@ -159,7 +159,7 @@ def test_processes_that_ignore_sigterm_are_ended(site: Site, tmp_path: Path) -> 
             time.sleep(2)
             assert site.pid(WORKER, name, what) == pid, "it has heeded SIGTERM: nothing is proven"
         started = time.monotonic()
-        said = site.play("stop.yml", name, stop_now="true")
+        printed = site.play("stop.yml", name, stop_now="true")
         seconds = time.monotonic() - started
     finally:
         for host in (COORDINATOR, WORKER):
@@ -169,6 +169,6 @@ def test_processes_that_ignore_sigterm_are_ended(site: Site, tmp_path: Path) -> 
     site.note(
         "SIGTERM ignored by torchrun and ranks",
         seconds,
-        message(said, "is ended within 15 s"),
+        message(printed, "is ended within 15 s"),
         "ended by SIGKILL",
     )

@@ -1,4 +1,4 @@
-"""Six faults of a running training (make test): what is said, how soon, what becomes of the run."""
+"""Six faults of a running training (make test): what is reported, how soon, what becomes of the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .said import message
+from .messages import message
 from .site import COORDINATOR, STATE, WORKER, Site, slack
 from .test_links import DROP
 
@@ -25,16 +25,18 @@ def run(site: Site) -> str:
 def test_a_killed_rank_comes_back_and_the_run_goes_on(site: Site, run: str) -> None:
     site.trains(run, beyond=30)  # past its first checkpoint
     log, step = site.log_size(COORDINATOR, run), site.step(run)
-    with site.hears(run, "Lost rank 1", site.names[1]) as said:
+    with site.awaits_line(run, "Lost rank 1", site.names[1]) as awaited:
         site.inside(WORKER, f"kill -KILL {site.pid(WORKER, run)}")
-    assert said.seconds < 20
+    assert awaited.seconds < 20
     site.resumed(run, log)
     site.trains(run, beyond=step)
     shown = site.play("status.yml", run)
     assert "1 ended" in shown
     assert "Lost rank 1" in shown
     assert site.unit(COORDINATOR, run)["NRestarts"] == "1"
-    site.note("SIGKILL of a rank", said.seconds, said.line, "resumed", site.pause(run, said, step, log))
+    site.note(
+        "SIGKILL of a rank", awaited.seconds, awaited.line, "resumed", site.pause(run, awaited, step, log)
+    )
 
 
 def test_another_run_is_refused_while_one_is_active(site: Site, run: str, tmp_path: Path) -> None:
@@ -55,11 +57,11 @@ def test_stop_with_a_dead_host_names_it_and_ends_the_rest(site: Site, run: str) 
     site.outside("podman kill {name}", WORKER)
     try:
         started = time.monotonic()
-        said = site.play("stop.yml", run, fails=True, stop_now="true")
+        printed = site.play("stop.yml", run, fails=True, stop_now="true")
         seconds = time.monotonic() - started
         assert site.unit(COORDINATOR, run)["ActiveState"] in ("inactive", "failed")
-        assert f"No answer from {site.names[1]}, so no run was stopped there" in " ".join(said.split())
-        assert "Fix: start the host, then ansible-playbook" in " ".join(said.split())
+        assert f"No answer from {site.names[1]}, so no run was stopped there" in " ".join(printed.split())
+        assert "Fix: start the host, then ansible-playbook" in " ".join(printed.split())
         site.nothing_is_left(hosts=(COORDINATOR,))
     finally:
         site.outside("podman start {name}", WORKER)
@@ -68,7 +70,7 @@ def test_stop_with_a_dead_host_names_it_and_ends_the_rest(site: Site, run: str) 
     site.play("stop.yml", run, stop_now="true")
     site.nothing_is_left()
     assert seconds < 25 * slack()
-    site.note("stop with a dead host", seconds, message(said, "No answer from"), "ended on the others")
+    site.note("stop with a dead host", seconds, message(printed, "No answer from"), "ended on the others")
 
 
 def test_a_held_port_is_named_with_its_process(site: Site) -> None:
@@ -87,11 +89,11 @@ def test_a_held_port_is_named_with_its_process(site: Site) -> None:
     at = next(
         at for at, line in enumerate(lines) if "Port 29500, which the rendezvous store of a run" in line
     )
-    said, typed = lines[at].strip(), lines[at + 1].strip()
-    assert said.startswith(f"NF220  {site.names[COORDINATOR - 1]}")
-    assert "unit squatter.service" in said
+    printed, typed = lines[at].strip(), lines[at + 1].strip()
+    assert printed.startswith(f"NF220  {site.names[COORDINATOR - 1]}")
+    assert "unit squatter.service" in printed
     assert typed.startswith("Fix: sudo systemctl stop squatter.service")
-    site.note("the store's port is held", seconds, f"{said} {typed}", "refused, nothing was started")
+    site.note("the store's port is held", seconds, f"{printed} {typed}", "refused, nothing was started")
 
 
 def test_a_stop_during_the_start_ends_it(site: Site, tmp_path: Path) -> None:
@@ -101,14 +103,14 @@ def test_a_stop_during_the_start_ends_it(site: Site, tmp_path: Path) -> None:
     site.inside(WORKER, DROP.format("I", peer))  # the ranks do not meet, so no step comes before the stop
     try:
         started = time.monotonic()
-        said = site.play("stop.yml", "early")
+        printed = site.play("stop.yml", "early")
         seconds = time.monotonic() - started
     finally:
         site.inside(WORKER, DROP.format("D", peer))
     assert play.end() != 0, play.output
     assert "early did not start: stop.yml has requested its end" in " ".join(play.output.split())
     site.nothing_is_left()
-    site.note("stop during the start", seconds, message(said, "without saving"), "ended")
+    site.note("stop during the start", seconds, message(printed, "without saving"), "ended")
 
 
 def test_a_full_disk_at_a_checkpoint_costs_a_warning_and_no_attempt(site: Site) -> None:
@@ -125,15 +127,17 @@ def test_a_full_disk_at_a_checkpoint_costs_a_warning_and_no_attempt(site: Site) 
             lambda: site.json(COORDINATOR, name, "heartbeat-0.json").get("checkpoint"), 60, "a checkpoint"
         )
         step = site.step(name)
-        with site.hears(name, "warning: No room for the checkpoint of step", "It is tried again") as said:
+        with site.awaits_line(
+            name, "warning: No room for the checkpoint of step", "It is tried again"
+        ) as awaited:
             filling = f"while :; do cat /dev/zero >> {folder}/ballast; sleep 0.2; done"
             site.inside(
                 COORDINATOR, f"systemd-run --quiet --collect --unit=filling sh -c '{filling}' 2> /dev/null"
             )
         site.trains(name, beyond=site.step(name))
-        pause = site.pause(name, said, step, 0, restarts=False)
+        pause = site.pause(name, awaited, step, 0, restarts=False)
         assert "No room for the checkpoint" in " ".join(site.play("status.yml", name).split())
-        with site.hears(name, "Saved checkpoints/step_", seconds=90) as again:
+        with site.awaits_line(name, "Saved checkpoints/step_", seconds=90) as again:
             site.inside(COORDINATOR, f"systemctl stop filling; rm {folder}/ballast")
         assert site.unit(COORDINATOR, name)["NRestarts"] == "0"
         site.play("stop.yml", name)
@@ -142,4 +146,4 @@ def test_a_full_disk_at_a_checkpoint_costs_a_warning_and_no_attempt(site: Site) 
         site.inside(COORDINATOR, f"systemctl stop filling nanofleet-{name}; umount {folder}", check=False)
     site.nothing_is_left()
     then = f"continued; saved again {again.seconds:.0f} s after room was made"
-    site.note("disk full at a checkpoint", said.seconds, said.line, then, pause)
+    site.note("disk full at a checkpoint", awaited.seconds, awaited.line, then, pause)

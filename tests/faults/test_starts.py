@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from e2e.faults import FAULTS
 
-from .said import message
+from .messages import message
 from .site import COORDINATOR, WORKER, Site
 from .test_links import DROP
 
@@ -32,17 +32,17 @@ def _default(site: Site) -> Iterator[None]:
 
 
 def refusal(
-    site: Site, run_id: str, fault: str, words: str, also: tuple[str, ...] = (), **knobs: object
+    site: Site, run_id: str, fault: str, words: str, also: tuple[str, ...] = (), **settings: object
 ) -> str:
     """What train.yml says when it refuses, as one line; a row of it. also: what the same message has."""
     started = time.monotonic()
-    output = site.train(run_id, fails=True, **knobs)
+    output = site.train(run_id, fails=True, **settings)
     seconds = time.monotonic() - started
     text = " ".join(output.split())
     assert words in text, output
-    said = message(output, words)
-    assert all(word in said for word in also), said
-    site.note(fault, seconds, said, "refused, nothing was started")
+    printed = message(output, words)
+    assert all(word in printed for word in also), printed
+    site.note(fault, seconds, printed, "refused, nothing was started")
     site.nothing_is_left()
     return text
 
@@ -92,7 +92,7 @@ def test_bfloat16_where_it_is_emulated(site: Site, tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_a_number_ends_the_run_everywhere(site: Site, tmp_path: Path) -> None:
     name = f"nan-{int(time.time())}"
-    with site.hears(name, "final:", "the run has diverged", seconds=120) as said:
+    with site.awaits_line(name, "final:", "the run has diverged", seconds=120) as awaited:
         site.begin("train.yml", name, tmp_path, matrix_lr="1e30", embedding_lr="1e30").end()
     site.ended(name, 30)
     for host in (COORDINATOR, WORKER):
@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_everywhere(site: Site, tmp_pat
     shown = site.play("status.yml", name)
     assert "Start a new run with lower ones" in " ".join(shown.split())
     site.nothing_is_left()
-    site.note("a loss that is not a number", said.seconds, said.line, "ended on all hosts")
+    site.note("a loss that is not a number", awaited.seconds, awaited.line, "ended on all hosts")
 
 
 def test_units_that_are_left_from_before(site: Site) -> None:
@@ -140,7 +140,7 @@ def refusal_left_alone(site: Site, name: str) -> str:
 
 
 def test_two_trains_at_once(site: Site, tmp_path: Path) -> None:
-    """Typed twice in two terminals: never two runs, and who is refused is told why."""
+    """Typed twice in two terminals: never two runs, and the refusal has the reason."""
     names = [f"{word}-{int(time.time())}" for word in ("one", "two")]
     started = time.monotonic()
     plays = [site.begin("train.yml", name, tmp_path) for name in names]
@@ -157,8 +157,8 @@ def test_two_trains_at_once(site: Site, tmp_path: Path) -> None:
             site.trains(name)
             site.stop(name)
     site.nothing_is_left()
-    said = message(refused[0], "another run")
-    site.note("two trains at once", seconds, said, f"{codes.count(0)} of them trained")
+    printed = message(refused[0], "another run")
+    site.note("two trains at once", seconds, printed, f"{codes.count(0)} of them trained")
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def free_port() -> int:
             return port
 
 
-def flags(knobs: dict[str, Any]) -> list[str]:
-    return [text for name, value in knobs.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+def flags(settings: dict[str, Any]) -> list[str]:
+    return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @dataclass
@@ -104,9 +104,9 @@ class Rank:
     run_dir: Path
 
     def wait(self, seconds: float = LONGEST_SECONDS) -> tuple[int, str]:
-        """Its exit code and everything it said."""
-        said, _ = self.process.communicate(timeout=seconds)
-        return self.process.returncode, said
+        """Its exit code and its output."""
+        printed, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, printed
 
     def outcome(self) -> dict[str, Any]:
         return dict(json.loads((self.run_dir / "outcome.json").read_text()))
@@ -143,13 +143,13 @@ def start(data_dir: Path, tmp_path: Path) -> Iterator[Start]:
         within: Sequence[list[str]] = (),
         address: str = "127.0.0.1",
         data_dirs: Sequence[Path] = (),
-        **knobs: Any,
+        **settings: Any,
     ) -> list[Rank]:
         port = str(free_port())
         ranks = []
         for rank in range(world_size):
             run_dir = tmp_path / f"{name}-{rank}"
-            config = {**TINY, **knobs, **(per_rank[rank] if per_rank else {})}
+            config = {**TINY, **settings, **(per_rank[rank] if per_rank else {})}
             environment = {
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
@@ -186,7 +186,7 @@ def start(data_dir: Path, tmp_path: Path) -> Iterator[Start]:
             rank.process.communicate()
 
 
-def train_here(data_dir: Path, run_dir: Path, **knobs: Any) -> Attempt:
+def train_here(data_dir: Path, run_dir: Path, **settings: Any) -> Attempt:
     """Train as one rank in this process, where torch is already imported."""
     import torch
 
@@ -194,7 +194,7 @@ def train_here(data_dir: Path, run_dir: Path, **knobs: Any) -> Attempt:
 
     attempt = Attempt(run_dir, RankEnv())
     attempt.begin()
-    run_file = RunFile("here", RunConfig.from_strings({**TINY, **knobs}))
+    run_file = RunFile("here", RunConfig.from_strings({**TINY, **settings}))
     try:
         reason = Trainer(run_file, data_dir, run_dir, RankEnv(), attempt, RunLogger(RankEnv())).run()
         attempt.end("finished", reason)

@@ -21,9 +21,16 @@ CALM = {"matrix_lr": 0.05, "embedding_lr": 0.5, "unembedding_lr": 0.02, "dtype":
 class ElasticRun:
     """A run of up to `world_size` ranks, each in a run directory of its own as on a host of its own."""
 
-    def __init__(self, data_dir: Path, folder: Path, world_size: int, **knobs: Any) -> None:
+    def __init__(self, data_dir: Path, folder: Path, world_size: int, **settings: Any) -> None:
         self.data_dir, self.folder, self.world_size = data_dir, folder, world_size
-        self.knobs = {**TINY, **CALM, "num_iterations": STEPS, "elastic": "true", "sync": "exact", **knobs}
+        self.settings = {
+            **TINY,
+            **CALM,
+            "num_iterations": STEPS,
+            "elastic": "true",
+            "sync": "exact",
+            **settings,
+        }
         self.port = free_port()
         self.leader = 0  # launch rank of the coordinator
         self.processes: dict[int, RankProcess] = {}
@@ -34,7 +41,7 @@ class ElasticRun:
         fault: str = SLOW,
         secret: bytes = b"\x01" * 32,
         data_dir: Path | None = None,
-        **knobs: Any,
+        **settings: Any,
     ) -> None:
         secret_file = self.folder / f"secret-{rank}"
         secret_file.write_text(secret.hex(), encoding="ascii")
@@ -51,7 +58,7 @@ class ElasticRun:
         }
         data, folder = data_dir or self.data_dir, self.run_dir(rank)
         arguments = ["train", "--data-dir", str(data), "--run-dir", str(folder)]
-        arguments += ["--run-id", "test", *flags({**self.knobs, **knobs})]
+        arguments += ["--run-id", "test", *flags({**self.settings, **settings})]
         log = self.folder / f"log-{rank}"
         self.processes[rank] = RankProcess(fault.split(), arguments, environment, log)
 

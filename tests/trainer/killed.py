@@ -46,18 +46,20 @@ class Lines:
             sys.settrace(self.trace)
 
 
-def attempt(data_dir: str, run_dir: str, knobs: dict[str, Any], lines: Lines) -> int:
+def attempt(data_dir: str, run_dir: str, settings: dict[str, Any], lines: Lines) -> int:
     """Train in this process, as `python -m trainer train` does; returns its exit code."""
     from trainer.__main__ import main
 
     arguments = ["train", "--data-dir", data_dir, "--run-dir", run_dir, "--run-id", "killed"]
-    for name, value in knobs.items():
+    for name, value in settings.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     lines.watch()
     return main(arguments)
 
 
-def in_a_child(data_dir: str, run_dir: str, knobs: dict[str, Any], kill_at: int, modules: list[str]) -> Any:
+def in_a_child(
+    data_dir: str, run_dir: str, settings: dict[str, Any], kill_at: int, modules: list[str]
+) -> Any:
     """[exit code, lines reached] of an attempt in a forked process."""
     reached, report = os.pipe()
     child = os.fork()
@@ -69,7 +71,7 @@ def in_a_child(data_dir: str, run_dir: str, knobs: dict[str, Any], kill_at: int,
         lines = Lines(modules, kill_at)
         code = 99
         try:
-            code = attempt(data_dir, run_dir, knobs, lines)
+            code = attempt(data_dir, run_dir, settings, lines)
         finally:
             sys.settrace(None)
             sys.stdout.flush()
@@ -78,9 +80,9 @@ def in_a_child(data_dir: str, run_dir: str, knobs: dict[str, Any], kill_at: int,
             os._exit(code)
     os.close(report)
     with os.fdopen(reached) as pipe:
-        said = pipe.read()
+        printed = pipe.read()
     _, status = os.waitpid(child, 0)
-    return [os.waitstatus_to_exitcode(status), json.loads(said) if said else []]
+    return [os.waitstatus_to_exitcode(status), json.loads(printed) if printed else []]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A server of shards that misbehaves as it is told to."""
+"""A server of shards that misbehaves on request."""
 
 import hashlib
 import http.server

@@ -148,7 +148,7 @@ def test_a_rank_that_joins_and_misses_the_proposal_joins_again() -> None:
     assert simulation.history[-1][1].members[2].incarnation == 2
 
 
-def test_a_refused_rank_hears_the_reason_and_the_others_do_not_notice() -> None:
+def test_a_refused_rank_gets_the_reason_and_the_others_do_not_notice() -> None:
     simulation = Simulation(4, 3)
     ranks = Ranks(simulation)
     for number in (0, 1):

@@ -23,7 +23,7 @@ from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
 from trainer.tracking.files import METRICS
 
-KNOBS = {name: TINY[name] for name in ("aspect_ratio", "head_dim", "sequence_len", "dtype", "threads")}
+SETTINGS = {name: TINY[name] for name in ("aspect_ratio", "head_dim", "sequence_len", "dtype", "threads")}
 
 
 def bench(tmp_path: Path, *arguments: str, ranks: int = 1) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def bench(tmp_path: Path, *arguments: str, ranks: int = 1) -> dict[str, Any]:
     if ranks > 1:
         start = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
         start += [f"--master-port={free_port()}", "--max-restarts=0", "-m", "trainer"]
-    command = [sys.executable, *start, "bench", *flags(KNOBS), "--out", str(out), *arguments]
+    command = [sys.executable, *start, "bench", *flags(SETTINGS), "--out", str(out), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -185,7 +185,7 @@ def test_its_own_data(tmp_path: Path, data_dir: Path) -> None:
 @pytest.mark.processes
 def test_several_make_a_table(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    command = [sys.executable, "-m", "trainer", "bench", *flags(KNOBS), "--steps", "2", "--out", str(out)]
+    command = [sys.executable, "-m", "trainer", "bench", *flags(SETTINGS), "--steps", "2", "--out", str(out)]
     done = subprocess.run(
         [*command, "--depth", "2", "3", "--rows", "1"], capture_output=True, text=True, check=False
     )

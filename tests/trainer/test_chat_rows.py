@@ -88,8 +88,8 @@ def test_no_token_of_a_conversation_is_lost() -> None:
     tokens, targets = sequences(rows)
     bos = byte_tokenizer().bos_id
     assert (tokens[:, 0] == bos).all()
-    said = "".join(bytes(row[row < 256].astype(np.uint8)).decode() for row in tokens)
-    assert all(f"question {number}?" in said for number in range(300))
+    printed = "".join(bytes(row[row < 256].astype(np.uint8)).decode() for row in tokens)
+    assert all(f"question {number}?" in printed for number in range(300))
     whole = [len(tokens) for tokens in encode(texts, byte_tokenizer(), 201, Counter())]
     assert rows.size - sum(whole) == counts["padding"]
     assert count_targets(targets) == counts["targets"]

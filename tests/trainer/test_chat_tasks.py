@@ -91,13 +91,13 @@ def test_a_generated_answer_is_compared_without_blanks_at_its_ends(
 
     tokenizer = byte_tokenizer()
     end = tokenizer.specials["<|assistant_end|>"]
-    said = {42: " forty ", 43: "fifty", 44: "forty-two", 45: "sixty"}
+    printed = {42: " forty ", 43: "fifty", 44: "forty-two", 45: "sixty"}
     seeds: list[int] = []
 
     def speak(model: GPT, tokens: list[int], sampling: Sampling) -> Any:
         assert sampling.seed is not None
         seeds.append(sampling.seed)
-        yield from [*said[sampling.seed].encode(), end, *b"more"]
+        yield from [*printed[sampling.seed].encode(), end, *b"more"]
 
     monkeypatch.setattr(chat_tasks, "generate", speak)
     task = ChatTask("t", (Question("a?", (), "forty"), Question("b?", (), "forty-two")), "")
@@ -116,7 +116,7 @@ def test_the_answer_is_an_index_or_a_letter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("item", "said"),
+    ("item", "printed"),
     [
         ({"answer": "x"}, "the item lacks question"),
         ({"question": "q"}, "answer is None: without choices it takes a text"),
@@ -128,12 +128,12 @@ def test_the_answer_is_an_index_or_a_letter(tmp_path: Path) -> None:
         ([], "the item lacks question"),
     ],
 )
-def test_a_bad_line_is_named(item: Any, said: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named(item: Any, printed: str, tmp_path: Path) -> None:
     path = written(tmp_path, {"question": "q", "answer": "x"}, item)
     with pytest.raises(DataError) as refused:
         read_task(path)
     assert str(refused.value).startswith(f"{path}, line 2: ")
-    assert said in str(refused.value)
+    assert printed in str(refused.value)
 
 
 def test_files_without_questions_are_refused(tmp_path: Path) -> None:

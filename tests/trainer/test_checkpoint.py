@@ -40,7 +40,7 @@ def state_at(step: int) -> State:
     return State(meta, dict(model.state_dict()), optimizer.state_dict())
 
 
-def said_by(lines: list[str]) -> str:
+def printed_by(lines: list[str]) -> str:
     return "\n".join(lines)
 
 
@@ -74,12 +74,12 @@ def test_a_damaged_one_is_named_and_the_one_before_taken(folder: Path, file: str
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data if file != "meta.json" else data[: len(data) // 2])
-    said: list[str] = []
-    state = storage.newest(folder, said.append)
+    printed: list[str] = []
+    state = storage.newest(folder, printed.append)
     assert state is not None
     assert state.step == 20
-    assert len(said) == 1
-    assert str(path) in said[0]
+    assert len(printed) == 1
+    assert str(path) in printed[0]
     assert sorted(path.name for path in folder.iterdir()) == ["damaged_step_000030", "step_000020"]
 
 
@@ -121,7 +121,7 @@ def test_an_interrupted_save_leaves_the_old_ones(
     assert sorted(path.name for path in folder.iterdir()) == ["step_000030", "step_000040"]
 
 
-def test_a_full_disk_is_told_in_its_own_words() -> None:
+def test_a_full_disk_is_reported_in_its_own_words() -> None:
     """torch wraps the error of a write in one about its own positions."""
 
     class Full(io.BytesIO):

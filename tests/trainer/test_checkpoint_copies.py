@@ -13,7 +13,7 @@ from conftest import Rank, Start, losses
 
 pytestmark = pytest.mark.processes
 
-KNOBS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "num_iterations": 12,
     "save_every": 3,
     "save_minutes": 0,
@@ -52,7 +52,7 @@ def without(run_dir: Path, step: int) -> None:
 
 
 def test_the_next_host_has_the_same_checkpoints(start: Start) -> None:
-    ranks = start(3, **KNOBS)
+    ranks = start(3, **SETTINGS)
     logs = finish(ranks)
     first, second, third = (rank.run_dir for rank in ranks)
     assert "step_000012" in names(first)
@@ -66,9 +66,9 @@ def test_the_next_host_has_the_same_checkpoints(start: Start) -> None:
 
 @pytest.mark.parametrize("lost", ["all", pytest.param("newest", marks=pytest.mark.slow), "damaged"])
 def test_a_lost_disk_of_the_coordinator_costs_no_step(start: Start, lost: str) -> None:
-    (calm, _) = calm_ranks = start(2, name="calm", **KNOBS)
+    (calm, _) = calm_ranks = start(2, name="calm", **SETTINGS)
     finish(calm_ranks)
-    first = start(2, **{**KNOBS, "num_iterations": 12})
+    first = start(2, **{**SETTINGS, "num_iterations": 12})
     finish(first)
     run = first[0].run_dir
     if lost == "all":
@@ -78,25 +78,25 @@ def test_a_lost_disk_of_the_coordinator_costs_no_step(start: Start, lost: str) -
     else:
         path = run / "checkpoints" / "step_000012" / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    logs = finish(start(2, **{**KNOBS, "num_iterations": 18}))
+    logs = finish(start(2, **{**SETTINGS, "num_iterations": 18}))
     assert "host-2 has the newest checkpoint, of step 12" in logs[0]
     assert "Received step_000012 from host-2" in logs[0]
     assert "Resuming from the checkpoint of step 12." in logs[0]
     assert ("damaged_step_000012" in names(run)) == (lost == "damaged")
-    finish(start(2, name="calm", **{**KNOBS, "num_iterations": 18}))
+    finish(start(2, name="calm", **{**SETTINGS, "num_iterations": 18}))
     assert losses(run) == losses(calm.run_dir)
     assert content(first[1].run_dir)["step_000018/meta.json"] == content(run)["step_000018/meta.json"]
 
 
 def test_a_damaged_copy_is_not_taken(start: Start) -> None:
-    ranks = start(2, **KNOBS)
+    ranks = start(2, **SETTINGS)
     finish(ranks)
     run, other = (rank.run_dir for rank in ranks)
     without(run, 12)
     (older,) = names(run)
     path = other / "checkpoints" / "step_000012" / "optim.pt"
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    logs = finish(start(2, **{**KNOBS, "num_iterations": 18}))
+    logs = finish(start(2, **{**SETTINGS, "num_iterations": 18}))
     assert f"Resuming from the checkpoint of step {int(older[5:])}." in logs[0]
     assert "is damaged" in logs[1]
 
@@ -104,26 +104,26 @@ def test_a_damaged_copy_is_not_taken(start: Start) -> None:
 def test_a_host_that_cannot_write_costs_a_warning(start: Start, tmp_path: Path) -> None:
     (tmp_path / "run-1").mkdir()
     (tmp_path / "run-1" / "checkpoints").write_text("not a folder")
-    logs = finish(start(2, **KNOBS))
+    logs = finish(start(2, **SETTINGS))
     assert "warning: step_000012 has no copy on host-2: " in logs[0]
 
 
 def test_one_copy_is_none_elsewhere(start: Start) -> None:
-    ranks = start(2, **{**KNOBS, "checkpoint_copies": 1})
+    ranks = start(2, **{**SETTINGS, "checkpoint_copies": 1})
     finish(ranks)
     assert names(ranks[1].run_dir) == []
 
 
 def test_a_replaced_host_gets_the_newest_checkpoint_again(start: Start) -> None:
-    ranks = start(2, **KNOBS)
+    ranks = start(2, **SETTINGS)
     finish(ranks)
     shutil.rmtree(ranks[1].run_dir)
-    logs = finish(start(2, **{**KNOBS, "num_iterations": 30, "save_every": 0}))
+    logs = finish(start(2, **{**SETTINGS, "num_iterations": 30, "save_every": 0}))
     assert "Copied step_000012 to host-2" in logs[0]
 
 
 def test_ranks_killed_while_copying_leave_no_half_copy(start: Start) -> None:
-    ranks = start(2, **{**KNOBS, "num_iterations": 60, "save_every": 1})
+    ranks = start(2, **{**SETTINGS, "num_iterations": 60, "save_every": 1})
     ranks[0].reach_step(8)
     for rank in ranks:
         rank.process.kill()
@@ -135,7 +135,7 @@ def test_ranks_killed_while_copying_leave_no_half_copy(start: Start) -> None:
     shutil.rmtree(run / "checkpoints")
     newest = max(int(name[5:]) for name in names(other) if name.startswith("step_"))
     began = time.monotonic()
-    logs = finish(start(2, **{**KNOBS, "num_iterations": 60, "save_every": 0}))
+    logs = finish(start(2, **{**SETTINGS, "num_iterations": 60, "save_every": 0}))
     assert f"Resuming from the checkpoint of step {newest}." in logs[0]
     assert not [name for name in names(other) if name.startswith(".")]
     assert time.monotonic() - began < 120
@@ -143,7 +143,7 @@ def test_ranks_killed_while_copying_leave_no_half_copy(start: Start) -> None:
 
 def test_a_stop_does_not_wait_for_a_copy(start: Start) -> None:
     """What had arrived of it is removed, and the next attempt makes the copy."""
-    ranks = start(2, faults=["copy 0 40", "copy 0 40"], **{**KNOBS, "num_iterations": 2000})
+    ranks = start(2, faults=["copy 0 40", "copy 0 40"], **{**SETTINGS, "num_iterations": 2000})
     ranks[0].reach_step(5)
     began = time.monotonic()
     (ranks[0].run_dir / "stop").touch()
@@ -154,7 +154,7 @@ def test_a_stop_does_not_wait_for_a_copy(start: Start) -> None:
     step = ranks[0].outcome()["step"]
     assert f"step_{step:06d}" not in names(ranks[1].run_dir)
     (ranks[0].run_dir / "stop").unlink()
-    again = start(2, **{**KNOBS, "num_iterations": 2000})
+    again = start(2, **{**SETTINGS, "num_iterations": 2000})
     again[0].reach_step(step + 20)
     (again[0].run_dir / "stop").touch()
     logs = [rank.wait()[1] for rank in again]

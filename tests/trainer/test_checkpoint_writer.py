@@ -1,4 +1,4 @@
-"""Saving beside the training: what is written is the moment of the call, and trouble is told to all."""
+"""Saving beside the training: the moment of the call is written, and all ranks report a failure."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_the_copy_is_of_the_moment(tmp_path: Path, data_dir: Path, monkeypatch: 
         return real_save(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(writer.storage, "save", slow_save)
-    said: list[str] = []
-    saver = CheckpointWriter(tmp_path / "checkpoints", data_dir / "tokenizer", 2, said.append)
+    printed: list[str] = []
+    saver = CheckpointWriter(tmp_path / "checkpoints", data_dir / "tokenizer", 2, printed.append)
     saver.save(state_at(1, model))
     assert saver.busy
     assert saver.saved is None
@@ -51,7 +51,7 @@ def test_the_copy_is_of_the_moment(tmp_path: Path, data_dir: Path, monkeypatch: 
     saver.wait()
     assert not saver.busy
     assert saver.saved is not None
-    assert "in the background" in said[0]
+    assert "in the background" in printed[0]
     loaded = storage.load(saver.saved)
     assert all(torch.equal(loaded.model[name], tensor) for name, tensor in before.items())
     assert loaded.optim["lm_head.weight"]["exp_avg"].tolist() == [[1, 1], [1, 1]]
@@ -76,16 +76,16 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path, data_dir: Path) -> N
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_on_all_ranks(start: Start) -> None:
-    """A file stands where rank 0's checkpoints go: the thread that writes finds out, all ranks are told."""
+    """A file stands where rank 0's checkpoints go: the thread that writes finds out, all ranks report it."""
     ranks = start(2, name="full", num_iterations=100_000, save_every=2)
     ranks[0].run_dir.mkdir(exist_ok=True)
     (ranks[0].run_dir / "checkpoints").touch()
     for rank in ranks:
-        code, said = rank.wait()
-        assert code == 1, said
+        code, printed = rank.wait()
+        assert code == 1, printed
         assert rank.outcome()["outcome"] == "final"
         assert "rank 0 (host-1): The checkpoint of step 2 cannot be written to" in rank.outcome()["reason"]
-        assert "Traceback" not in said
+        assert "Traceback" not in printed
 
 
 def test_saves_by_minutes_and_samples_on_the_way(data_dir: Path, tmp_path: Path) -> None:
@@ -142,20 +142,20 @@ def wait_for_the_last_write(rank: Rank) -> None:
 @pytest.mark.parametrize("sync", ["exact", "local"])
 def test_a_worker_ends_while_rank_0_writes_the_last_checkpoint(start: Start, sync: str, end: int) -> None:
     """Nothing was saved before: the checkpoint is whole, and the next attempt has nothing left to do."""
-    knobs = {"save_minutes": 0, "sync": sync}
-    ranks = start(2, faults=[SLOW_DISK, "none 0 0"], **knobs)
+    settings = {"save_minutes": 0, "sync": sync}
+    ranks = start(2, faults=[SLOW_DISK, "none 0 0"], **settings)
     wait_for_the_last_write(ranks[0])
     ranks[1].process.send_signal(end)
     ranks[1].wait(10)
-    code, said = ranks[0].wait(60)
-    assert code == 75, said
+    code, printed = ranks[0].wait(60)
+    assert code == 75, printed
     outcome = ranks[0].outcome()
     assert (outcome["outcome"], outcome["checkpoint"]) == ("retryable", "checkpoints/step_000006"), outcome
     assert storage.load(ranks[0].run_dir / outcome["checkpoint"]).step == 6
-    for rank in start(2, **knobs):
-        code, said = rank.wait()
-        assert code == 0, said
-        assert "Resuming from the checkpoint of step 6." in said
+    for rank in start(2, **settings):
+        code, printed = rank.wait()
+        assert code == 0, printed
+        assert "Resuming from the checkpoint of step 6." in printed
         assert rank.outcome()["outcome"] == "finished"
 
 
@@ -169,8 +169,8 @@ def test_a_stop_that_was_asked_for_stays_one_though_a_worker_is_lost(start: Star
         assert time.monotonic() < deadline
         time.sleep(0.02)
     ranks[1].process.kill()
-    code, said = ranks[0].wait(60)
-    assert code == 0, said
+    code, printed = ranks[0].wait(60)
+    assert code == 0, printed
     outcome = ranks[0].outcome()
     assert (outcome["outcome"], outcome["settled"]) == ("stopped", True), outcome
     assert outcome["checkpoint"] == f"checkpoints/step_{outcome['step']:06d}"
@@ -181,11 +181,11 @@ def test_sigterm_lets_the_last_checkpoint_be_completed(start: Start) -> None:
     (rank,) = start(1, save_minutes=0, faults=["write 6 3"])
     wait_for_the_last_write(rank)
     rank.process.terminate()
-    code, said = rank.wait(30)
+    code, printed = rank.wait(30)
     assert storage.load(rank.run_dir / "checkpoints/step_000006").step == 6
     outcome = rank.outcome()
     assert outcome["checkpoint"] == "checkpoints/step_000006"
-    assert (code, outcome["outcome"]) in ((128 + signal.SIGTERM, "stopped"), (0, "finished")), said
+    assert (code, outcome["outcome"]) in ((128 + signal.SIGTERM, "stopped"), (0, "finished")), printed
     assert "continues from the newest checkpoint" not in outcome["reason"], "it is that of the last step"
 
 

@@ -268,12 +268,12 @@ def test_payload_of_a_step_at_depth_8(compression: dict[str, int], most: float) 
 
 
 def test_settings_out_of_range_are_refused() -> None:
-    for wrong, said in (
+    for wrong, printed in (
         ({"local_bits": 3}, "local_bits is 3: it must be 2, 4, 8 or 32"),
         ({"local_topk": -1}, "local_topk is -1: it must lie between 0 and 2,048"),
         ({"local_topk": 2049}, "local_topk is 2049: it must lie between 0 and 2,048"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=printed):
             RunConfig(**wrong)
     with pytest.raises(ValueError, match="bits is 3"):
         make_compressor(3)

@@ -1,4 +1,4 @@
-"""The knobs of a run: casts, checks in sentences, digest, run file."""
+"""The settings of a run: casts, checks in sentences, digest, run file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_text_becomes_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "said"),
+    ("settings", "printed"),
     [
         ({"dept": 4}, "did you mean depth?"),
         ({"zzzz": 4}, "the settings are depth"),
@@ -56,9 +56,9 @@ def test_text_becomes_numbers() -> None:
         ({"num_iterations": 5, "target_flops": 1e12}, "give one of them"),
     ],
 )
-def test_bad_knobs_get_a_sentence(knobs: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        RunConfig.from_strings(knobs)
+def test_bad_knobs_get_a_sentence(settings: dict[str, object], printed: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(printed)):
+        RunConfig.from_strings(settings)
 
 
 def test_the_experiment_is_named_by_depth_and_is_no_part_of_the_run() -> None:
@@ -81,7 +81,7 @@ def test_run_file_round_trip_and_damage(tmp_path: Path) -> None:
     run_file = RunFile("d4-x", RunConfig(depth=4), ("a", "b"), "c" * 64, "d" * 64)
     path.write_text(json.dumps(run_file.to_dict()))
     assert RunFile.load(path) == run_file
-    for text, said in [
+    for text, printed in [
         ("{", "is not JSON"),
         ("[]", "holds no settings"),
         (
@@ -95,7 +95,7 @@ def test_run_file_round_trip_and_damage(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError) as caught:
             RunFile.load(path)
-        assert said in str(caught.value)
+        assert printed in str(caught.value)
         assert str(path) in str(caught.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         RunFile.load(tmp_path / "none.json")
@@ -137,18 +137,18 @@ def test_numbers_of_the_command_line_are_finite_and_not_negative(capfd: pytest.C
         assert f"{arguments[-1]!r} is no number from 0" in capfd.readouterr().err
     with pytest.raises(SystemExit):
         report_bench(["folder", "--out", "out", "--link-mbit", "nan"])
-    for arguments, said in (
+    for arguments, printed in (
         ([*sample, "1e-300"], "--temperature is 1e-300: it takes 0, or 0.001 or more."),
         ([*sample, "1", "--seed", str(2**64)], f"--seed is {2**64}: it takes a whole number from 0"),
         ([*sample, "1", "--max-tokens", "0"], "--max-tokens is 0"),
     ):
         assert main(arguments) == 2
-        assert said in capfd.readouterr().err
+        assert printed in capfd.readouterr().err
 
 
-def test_a_misspelt_option_is_told_with_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_option_is_reported_with_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
     train = ["train", "--data-dir", "d", "--run-dir", "r"]
-    for arguments, said in (
+    for arguments, printed in (
         ([*train, "--dept", "4"], "--dept is no option of train: did you mean --depth?"),
         (["sample", "--checkpoint", "c", "--promt=x"], "did you mean --prompt?"),
         ([*train, "--zzz"], "python -m trainer train --help lists them."),
@@ -156,7 +156,7 @@ def test_a_misspelt_option_is_told_with_the_nearest(capfd: pytest.CaptureFixture
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 2
-        assert said in capfd.readouterr().err
+        assert printed in capfd.readouterr().err
 
 
 def test_plan_of_depth_8_has_the_documented_scales() -> None:
@@ -170,8 +170,8 @@ def test_plan_of_depth_8_has_the_documented_scales() -> None:
 
 
 def test_the_horizon_is_asked_for_in_steps_flops_or_data() -> None:
-    def steps(**knobs: object) -> int:
-        return make_plan(RunConfig.from_strings(knobs), vocab_size=32768, world_size=1).num_iterations
+    def steps(**settings: object) -> int:
+        return make_plan(RunConfig.from_strings(settings), vocab_size=32768, world_size=1).num_iterations
 
     assert steps() == 5000
     assert steps(num_iterations=7) == 7
@@ -197,12 +197,12 @@ def test_shares_are_checked_against_the_step() -> None:
         RunFile("run", RunConfig(), shares=(4, 0))
 
 
-def test_what_depth_8_says_before_step_0() -> None:
+def test_what_depth_8_shows_before_step_0() -> None:
     config = RunConfig()
     plan = make_plan(config, vocab_size=32768, world_size=2)
     with torch.device("meta"):
         model = GPT(plan.model)
-    said = describe_plan(
+    printed = describe_plan(
         plan, config, model, train_rows=5000, micro_batches=[config.device_batch_size] * len(plan.shares)
     )
     for expected in (
@@ -216,15 +216,15 @@ def test_what_depth_8_says_before_step_0() -> None:
         "warning: the model will be undertrained; 12 tokens per scaling parameter would take 122,880 steps",
         "the data have 5,120,000 tokens, so the run reads them 4.0 times",
     ):
-        assert expected in said
+        assert expected in printed
     long = RunConfig.from_strings({"target_param_data_ratio": 12})
     plan = make_plan(long, vocab_size=32768, world_size=3)
-    said = describe_plan(
+    printed = describe_plan(
         plan, long, model, train_rows=1_000_000, micro_batches=[long.device_batch_size] * len(plan.shares)
     )
-    assert "warning" not in said
-    assert "reads them" not in said
-    assert "2/1/1 rows a rank in 1 micro-batch" in said
+    assert "warning" not in printed
+    assert "reads them" not in printed
+    assert "2/1/1 rows a rank in 1 micro-batch" in printed
 
 
 def test_place_comes_from_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:

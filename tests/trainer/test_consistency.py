@@ -1,4 +1,4 @@
-"""What ranks must agree on: fields compared, fields only shown, and what is said of a difference."""
+"""What ranks must agree on: fields compared, fields only shown, and what is reported of a difference."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_the_bundle_of_the_tests_has_tasks_of_each_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "said"),
+    ("kind", "change", "printed"),
     [
         ("multiple_choice", {"query": None}, "the item lacks query, a text"),
         ("multiple_choice", {"choices": "ab"}, "choices is missing, or no list of 2 texts or more"),
@@ -80,11 +80,11 @@ def test_the_bundle_of_the_tests_has_tasks_of_each_type() -> None:
     ],
 )
 def test_an_item_without_a_field_is_named(
-    kind: str, change: dict[str, Any], said: str, tmp_path: Path
+    kind: str, change: dict[str, Any], printed: str, tmp_path: Path
 ) -> None:
     text = refusal(written(tmp_path, kind, **change))
     assert text.startswith("core/eval_data/some/t.jsonl, line 2: ")
-    assert said in text
+    assert printed in text
 
 
 def test_numbers_are_texts(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_numbers_are_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "said"),
+    ("file", "old", "new", "printed"),
     [
         ("core.yaml", "multiple_choice", "essay", "core/core.yaml, line 2: the task t has the type essay"),
         ("core.yaml", "label: t", "name: t", "core/core.yaml, line 2: the task lacks label"),
@@ -114,12 +114,12 @@ def test_numbers_are_texts(tmp_path: Path) -> None:
         ("eval_data/some/t.jsonl", '{"query"', '"query"', "core/eval_data/some/t.jsonl, line 1: not JSON"),
     ],
 )
-def test_a_damaged_file_is_named(file: str, old: str, new: str, said: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(file: str, old: str, new: str, printed: str, tmp_path: Path) -> None:
     folder = written(tmp_path)
     text = (folder / file).read_text()
     assert old in text
     (folder / file).write_text(text.replace(old, new, 1))
-    assert said in refusal(folder)
+    assert printed in refusal(folder)
 
 
 def test_a_missing_bundle_is_refused_with_what_to_type(tmp_path: Path) -> None:

@@ -95,8 +95,8 @@ def test_a_broken_connection_continues(site: Site, tmp_path: Path) -> None:
 
 def test_a_file_with_another_sha256_is_removed(site: Site, tmp_path: Path) -> None:
     url, sha256 = serve(site, zipped(bundle()))
-    said = refusal(url, "0" * 64, tmp_path / "core")
-    assert f"has the sha256 {sha256} instead of {'0' * 64}" in said
+    printed = refusal(url, "0" * 64, tmp_path / "core")
+    assert f"has the sha256 {sha256} instead of {'0' * 64}" in printed
     assert not (tmp_path / ".core.zip").exists()
     fetch_bundle(url, sha256, tmp_path / "core")
 
@@ -121,16 +121,16 @@ def test_a_link_is_refused(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "printed"),
     [
         (b"no zip file", "cannot be unpacked"),
         (zipped({"readme.txt": "x"}), "is no CORE bundle: it has no core.yaml"),
         (zipped(bundle())[:-40], "cannot be unpacked"),
     ],
 )
-def test_a_file_that_is_no_bundle_is_refused(data: bytes, said: str, site: Site, tmp_path: Path) -> None:
+def test_a_file_that_is_no_bundle_is_refused(data: bytes, printed: str, site: Site, tmp_path: Path) -> None:
     url, sha256 = serve(site, data)
-    assert said in refusal(url, sha256, tmp_path / "core")
+    assert printed in refusal(url, sha256, tmp_path / "core")
 
 
 def test_a_folder_with_other_files_is_left_alone(site: Site, tmp_path: Path) -> None:
@@ -143,6 +143,6 @@ def test_a_folder_with_other_files_is_left_alone(site: Site, tmp_path: Path) -> 
 
 
 def test_an_address_without_the_file_is_named(site: Site, tmp_path: Path) -> None:
-    said = refusal(f"{site.url}/none.zip", "", tmp_path / "core")
-    assert "the server answers 404" in said
-    assert said.endswith("Check --core-url.")
+    printed = refusal(f"{site.url}/none.zip", "", tmp_path / "core")
+    assert "the server answers 404" in printed
+    assert printed.endswith("Check --core-url.")

@@ -16,7 +16,7 @@ from trainer.eval import core
 from trainer.eval.core_bundle import read_bundle
 from trainer.train import Trainer
 
-KNOBS = {"num_iterations": 4, "save_minutes": 0, "core_metric_max_per_task": 5}
+SETTINGS = {"num_iterations": 4, "save_minutes": 0, "core_metric_max_per_task": 5}
 QUIET = {"eval_every": 0, "sample_every": 0, "digest_every": 0}
 
 
@@ -42,8 +42,8 @@ def weights(run_dir: Path) -> str:
 
 @pytest.mark.parametrize("sync", ["exact", "local"])
 def test_a_run_ends_the_same_with_and_without_core(sync: str, core_data: Path, tmp_path: Path) -> None:
-    train_here(core_data, tmp_path / "without", sync=sync, **KNOBS, **QUIET)
-    train_here(core_data, tmp_path / "with", sync=sync, **KNOBS, **QUIET, core_metric_every=3)
+    train_here(core_data, tmp_path / "without", sync=sync, **SETTINGS, **QUIET)
+    train_here(core_data, tmp_path / "with", sync=sync, **SETTINGS, **QUIET, core_metric_every=3)
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
     assert weights(tmp_path / "with") == weights(tmp_path / "without")
     found = core_metrics(tmp_path / "with")
@@ -59,7 +59,7 @@ def test_a_run_ends_the_same_with_and_without_core(sync: str, core_data: Path, t
 @pytest.mark.processes
 def test_ranks_end_the_same_with_and_without_core(core_data: Path, start: Start) -> None:
     runs = [
-        start(2, name=name, data_dirs=[core_data] * 2, **KNOBS, **QUIET, core_metric_every=every)
+        start(2, name=name, data_dirs=[core_data] * 2, **SETTINGS, **QUIET, core_metric_every=every)
         for name, every in (("without", 0), ("with", 2))
     ]
     for rank in (rank for ranks in runs for rank in ranks):
@@ -76,7 +76,7 @@ def test_ranks_with_other_bundles_do_not_train(core_data: Path, start: Start, tm
     shutil.copytree(core_data, other)
     with open(other / "core" / "eval_data" / "made" / "days.jsonl", "a") as file:
         file.write('{"context": "a", "continuation": "b"}\n')
-    for rank in start(2, data_dirs=[core_data, other], **KNOBS, core_metric_every=2):
+    for rank in start(2, data_dirs=[core_data, other], **SETTINGS, core_metric_every=2):
         code, text = rank.wait()
         assert code == 1
         assert "CORE bundle is" in text
@@ -85,14 +85,14 @@ def test_ranks_with_other_bundles_do_not_train(core_data: Path, start: Start, tm
 
 def test_a_run_without_a_bundle_ends_before_its_first_step(data_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"core_metric_every is 2, and there is no CORE bundle .*/core on"):
-        train_here(data_dir, tmp_path / "run", **KNOBS, core_metric_every=2)
+        train_here(data_dir, tmp_path / "run", **SETTINGS, core_metric_every=2)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_limit_below_the_examples_ends_the_run_at_once(core_data: Path, tmp_path: Path) -> None:
-    knobs = {**KNOBS, "core_metric_max_per_task": 3}
+    settings = {**SETTINGS, "core_metric_max_per_task": 3}
     with pytest.raises(DataError, match=r"tools has 3 items of 10 .* shows 3 examples"):
-        train_here(core_data, tmp_path / "run", **knobs, core_metric_every=2)
+        train_here(core_data, tmp_path / "run", **settings, core_metric_every=2)
 
 
 def test_a_stop_ends_the_evaluation_and_the_run_is_saved(
@@ -106,7 +106,7 @@ def test_a_stop_ends_the_evaluation_and_the_run_is_saved(
 
     monkeypatch.setattr(core, "_is_correct", asks_to_stop)
     with pytest.raises(Exception, match="Stopped as asked after 3 of 4 steps"):
-        train_here(core_data, tmp_path / "run", **KNOBS, **QUIET, core_metric_every=2)
+        train_here(core_data, tmp_path / "run", **SETTINGS, **QUIET, core_metric_every=2)
     assert not core_metrics(tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "step_000003").is_dir()
 
@@ -128,7 +128,7 @@ def test_the_watchdog_knows_the_length_of_each_block(
 
     monkeypatch.setattr(Trainer, "_set_up", set_up)
     monkeypatch.setattr(core, "_is_correct", looks)
-    train_here(core_data, tmp_path / "run", **KNOBS, **QUIET, core_metric_every=4)
+    train_here(core_data, tmp_path / "run", **SETTINGS, **QUIET, core_metric_every=4)
     assert len(seen) == 5 * len(read_bundle(FIXTURE).tasks)
     assert max(seen) > 2 * 320 / 160  # more than the 320 tokens of an evaluation of bits per byte
     assert watchdogs[0].evaluation_steps == 2  # type: ignore[attr-defined]

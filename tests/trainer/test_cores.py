@@ -87,7 +87,7 @@ def test_threads_keep_within_the_quota(
 
 
 @pytest.mark.parametrize(("ranks", "outcome"), [("1", "stopped"), ("2", "retryable")])
-def test_sigterm_is_heeded_where_its_sender_is_not_told(ranks: str, outcome: str, tmp_path: Path) -> None:
+def test_sigterm_is_heeded_where_its_sender_is_unknown(ranks: str, outcome: str, tmp_path: Path) -> None:
     """macOS has no sigwaitinfo: a rank that has others beside it takes the signal for torchrun's."""
     program = (
         "import signal, sys, time\n"
@@ -111,9 +111,9 @@ def test_sigterm_is_heeded_where_its_sender_is_not_told(ranks: str, outcome: str
     assert rank.stdout is not None
     assert rank.stdout.readline() == "ready\n"
     rank.send_signal(signal.SIGTERM)
-    said, _ = rank.communicate(timeout=20)
+    printed, _ = rank.communicate(timeout=20)
     assert rank.returncode == 128 + signal.SIGTERM
-    assert said.startswith(f"[rank 0] {outcome}: ")
+    assert printed.startswith(f"[rank 0] {outcome}: ")
 
 
 def test_nothing_starts_a_thread_before_sigterm_is_blocked() -> None:

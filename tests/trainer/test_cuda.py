@@ -105,9 +105,9 @@ def test_a_run_in_float32_has_the_losses_of_the_cpu(data_dir: Path, tmp_path: Pa
 
 
 def test_a_gpu_gives_the_same_bits_again(data_dir: Path, tmp_path: Path) -> None:
-    knobs = {"device": "cuda", "num_iterations": 12, "save_every": 6}
+    settings = {"device": "cuda", "num_iterations": 12, "save_every": 6}
     for name in ("one", "other"):
-        train_here(data_dir, tmp_path / name, **knobs)
+        train_here(data_dir, tmp_path / name, **settings)
     assert losses(tmp_path / "one") == losses(tmp_path / "other")
 
 

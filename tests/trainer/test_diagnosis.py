@@ -107,8 +107,8 @@ def test_a_fresh_status_is_never_called_dead() -> None:
 
 def test_a_collective_that_failed_names_impaired_traffic() -> None:
     sighting = RankEvidence(LAPTOP, EndpointResult.SILENT, Freshness.FRESH, STATUS, 4.0, True)
-    said = describe_loss([sighting], "Timed out.")
-    assert said == f"Timed out. Traffic with rank 1 (laptop) is impaired ({FRESH}{SILENT}){DOCTOR}."
+    printed = describe_loss([sighting], "Timed out.")
+    assert printed == f"Timed out. Traffic with rank 1 (laptop) is impaired ({FRESH}{SILENT}){DOCTOR}."
     gone = RankEvidence(Peer(2, "attic", "10.0.0.3"), EndpointResult.REFUSES)
     assert describe_loss([sighting, gone], "Timed out.").startswith("Lost rank 2 (attic): it is gone")
     assert describe_loss([sighting, gone], "Timed out.").endswith(f"{DOCTOR}.")
@@ -139,7 +139,7 @@ def refused() -> str:
 def meet(watchdog: Watchdog, *ends: tuple[str, str]) -> None:
     """The other ranks: host and address of the endpoint of each."""
     peers = [Peer(rank, host, "") for rank, (host, _) in enumerate(ends, 1)]
-    watchdog.set_peers(peers, {rank: told for rank, (_, told) in enumerate(ends, 1)})
+    watchdog.set_peers(peers, {rank: endpoint for rank, (_, endpoint) in enumerate(ends, 1)})
 
 
 def verdicts(watchdog: Watchdog) -> list[str]:
@@ -187,8 +187,8 @@ def test_a_rank_that_was_just_killed_is_gone_though_its_status_is_young(
     hear(watchdog, 2, 4)
     assert verdicts(watchdog) == ["runs", "impaired", "impaired"]
     monkeypatch.setattr(watchdog._exchange, "publish", lambda seconds: True)
-    said = str(watchdog.explain(Retryable("Connection closed.")))
-    assert said.startswith("Lost rank 1 (laptop): it is gone")
+    printed = str(watchdog.explain(Retryable("Connection closed.")))
+    assert printed.startswith("Lost rank 1 (laptop): it is gone")
     hear(watchdog, 1, -60)  # it publishes again, after the failure
     hear(watchdog, 2, -60)
     assert str(watchdog.explain(Retryable("Connection closed."))).startswith(

@@ -191,11 +191,11 @@ def test_a_server_that_stays_busy_is_given_up(
 ) -> None:
     site.refuse = [503] * 100
     assert fetch(site, tmp_path / "data") == 2
-    said = capsys.readouterr().err.splitlines()[-1]
+    printed = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(
         r"prepare: http://127.*/shard_0000\d\.parquet cannot be downloaded: the server answers 503 "
         r"Service Unavailable, 6 times in a row\. .*type the same again.*",
-        said,
+        printed,
     )
     assert not (tmp_path / "data" / "manifest.json").exists()
 
@@ -206,9 +206,9 @@ def test_a_refusal_is_final(
 ) -> None:
     site.refuse = [code] * 100
     assert fetch(site, tmp_path / "data") == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert f"the server answers {code}" in said
-    assert "--base-url" in said
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert f"the server answers {code}" in printed
+    assert "--base-url" in printed
     assert len(requests(site)) <= 3
 
 
@@ -249,11 +249,12 @@ def test_a_wrong_byte_is_found_by_a_list_of_hashes(
         arguments = ["--sha256", tmp_path / "sums"]
     site.wrong["/shard_00001.parquet"] = 2
     assert fetch(site, tmp_path / "data", 3, *arguments) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
+    printed = capsys.readouterr().err.splitlines()[-1]
     assert (
-        f"shard_00001.parquet from {site.url}/shard_00001.parquet was downloaded twice and is damaged" in said
+        f"shard_00001.parquet from {site.url}/shard_00001.parquet was downloaded twice and is damaged"
+        in printed
     )
-    assert hashlib.sha256(SHARDS["/shard_00001.parquet"]).hexdigest() in said
+    assert hashlib.sha256(SHARDS["/shard_00001.parquet"]).hexdigest() in printed
     assert not list((tmp_path / "data").rglob("shard_00001*"))
     assert fetch(site, tmp_path / "data", 3, *arguments) == 0
     assert is_whole(tmp_path / "data")
@@ -297,8 +298,8 @@ def test_an_address_where_nobody_answers_is_a_sentence(
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         assert run("--base-url", url, "--count", 2, "--out", tmp_path / "data") == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"prepare: {url}/SHA256SUMS cannot be downloaded: Connection refused")
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert printed.startswith(f"prepare: {url}/SHA256SUMS cannot be downloaded: Connection refused")
 
 
 def test_a_server_that_falls_silent_is_left(
@@ -324,8 +325,10 @@ def test_a_full_disk_is_a_sentence_and_the_next_run_goes_on(
     # The kernel refuses to let a file grow, as on a full disk.
     with limited_files(100_000):
         assert fetch(site, tmp_path / "data", 2) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(r"Cannot write .*shard_0000\d\.parquet\.part: File too large\. .* the same again", said)
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(
+        r"Cannot write .*shard_0000\d\.parquet\.part: File too large\. .* the same again", printed
+    )
     parts = {path.name[:-5]: path.stat().st_size for path in (tmp_path / "data").rglob("*.part")}
     assert 100_000 in parts.values()
     site.asked.clear()
@@ -352,9 +355,9 @@ def test_ctrl_c_keeps_what_has_come(site: Site, tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=10)
+    _, printed = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert said.splitlines()[-1] == "prepare: stopped; type the same again to continue."
+    assert printed.splitlines()[-1] == "prepare: stopped; type the same again to continue."
     parts = {path.name: path.stat().st_size for path in (tmp_path / "data").rglob("*.part")}
     assert sum(parts.values()) > 100_000
     site.slow = 0

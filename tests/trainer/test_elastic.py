@@ -31,8 +31,8 @@ Begin = Callable[..., ElasticRun]
 def elastic(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
     runs: list[ElasticRun] = []
 
-    def begin(world_size: int, faults: Sequence[str] = (), **knobs: Any) -> ElasticRun:
-        runs.append(ElasticRun(data_dir, tmp_path, world_size, **knobs))
+    def begin(world_size: int, faults: Sequence[str] = (), **settings: Any) -> ElasticRun:
+        runs.append(ElasticRun(data_dir, tmp_path, world_size, **settings))
         for rank in range(world_size):
             runs[-1].start(rank, faults[rank] if faults else SLOW)
         return runs[-1]

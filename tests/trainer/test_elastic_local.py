@@ -27,9 +27,9 @@ def begin(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
     runs: list[ElasticRun] = []
 
     def begin(
-        world_size: int, kind: type[ElasticRun] = ElasticRun, faults: Mapping[int, str] = {}, **knobs: Any
+        world_size: int, kind: type[ElasticRun] = ElasticRun, faults: Mapping[int, str] = {}, **settings: Any
     ) -> ElasticRun:
-        runs.append(kind(data_dir, tmp_path, world_size, **{**LOCAL, **knobs}))
+        runs.append(kind(data_dir, tmp_path, world_size, **{**LOCAL, **settings}))
         for rank in range(world_size):
             runs[-1].start(rank, faults.get(rank, SLOW))
         return runs[-1]
@@ -50,15 +50,15 @@ def check_steps(run: ElasticRun) -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "settings",
     [
         {"local_bits": 2, "local_delay": 3},
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"local_topk": 64}, marks=pytest.mark.slow),
     ],
 )
-def test_a_lost_rank_costs_the_others_no_step_and_joins_again(begin: Begin, knobs: dict[str, Any]) -> None:
-    run = begin(3, **knobs)
+def test_a_lost_rank_costs_the_others_no_step_and_joins_again(begin: Begin, settings: dict[str, Any]) -> None:
+    run = begin(3, **settings)
     run.reach(13)
     run.lose(2)
     assert run.has_ranks(2) < 10

@@ -87,8 +87,8 @@ def ranks(
                 text=True,
             )
         )
-    said = [process.communicate(timeout=300) for process in processes]
-    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+    printed = [process.communicate(timeout=300) for process in processes]
+    return [(process.returncode, *texts) for process, texts in zip(processes, printed, strict=True)]
 
 
 def test_the_core_metric_is_that_of_nanochat(
@@ -113,8 +113,8 @@ def test_the_core_metric_is_that_of_nanochat(
 def test_ranks_find_what_one_rank_finds(
     world_size: int, checkpoint: Path, bundle: Path, tmp_path: Path
 ) -> None:
-    said = ranks([checkpoint] * world_size, "--core", bundle, "--out", tmp_path / "many")
-    assert [code for code, *_ in said] == [0] * world_size, said
+    printed = ranks([checkpoint] * world_size, "--core", bundle, "--out", tmp_path / "many")
+    assert [code for code, *_ in printed] == [0] * world_size, printed
     assert evaluate(checkpoint, "--core", bundle, "--out", tmp_path / "one") == 0
     assert result_of(tmp_path / "many") == result_of(tmp_path / "one")
 
@@ -126,8 +126,8 @@ def test_only_rank_0_needs_the_checkpoint(
     train_here(data_dir, tmp_path / "run", num_iterations=2)
     trained, nowhere = tmp_path / "run" / "checkpoints" / "step_000002", tmp_path / "none"
     given = ("--bpb", "--data-dir", data_dir, "--core", bundle, "--sample")
-    said = ranks([trained, nowhere], *given, "--out", tmp_path / "two")
-    assert [code for code, *_ in said] == [0, 0], said
+    printed = ranks([trained, nowhere], *given, "--out", tmp_path / "two")
+    assert [code for code, *_ in printed] == [0, 0], printed
     assert evaluate(trained, *given, "--out", tmp_path / "one") == 0
     one, two = (json.loads((tmp_path / name / "eval.json").read_text())["parts"] for name in ("one", "two"))
     assert two["bpb"]["val_bpb"] == pytest.approx(one["bpb"]["val_bpb"], rel=1e-9)
@@ -136,9 +136,9 @@ def test_only_rank_0_needs_the_checkpoint(
 
 @pytest.mark.processes
 def test_a_problem_of_one_rank_ends_all(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
-    said = ranks([tmp_path / "none", checkpoint], "--core", bundle)
-    assert [code for code, *_ in said] == [1, 1], said
-    assert all("rank 0 (host-1): There is no checkpoint directory" in errors for *_, errors in said)
+    printed = ranks([tmp_path / "none", checkpoint], "--core", bundle)
+    assert [code for code, *_ in printed] == [1, 1], printed
+    assert all("rank 0 (host-1): There is no checkpoint directory" in errors for *_, errors in printed)
 
 
 @pytest.mark.processes
@@ -147,21 +147,21 @@ def test_a_bundle_that_one_host_lacks_is_named(checkpoint: Path, bundle: Path, t
     shutil.copytree(bundle, tmp_path / "core")
     other = next((tmp_path / "core" / "eval_data" / "some").iterdir())
     other.write_text(other.read_text() + other.read_text().splitlines()[0] + "\n")
-    said = ranks([checkpoint] * 2, "--core", bundle, each=[["--core", tmp_path / "core"], []])
-    assert [code for code, *_ in said] == [1, 1], said
-    assert all("CORE bundle is" in errors and "rank 1 (host-2) has" in errors for *_, errors in said)
-    said = ranks([checkpoint] * 2, "--core", bundle, each=[[], ["--core", tmp_path / "no"]])
-    assert [code for code, *_ in said] == [1, 1], said
-    assert all("rank 1 (host-2): There is no CORE bundle" in errors for *_, errors in said)
+    printed = ranks([checkpoint] * 2, "--core", bundle, each=[["--core", tmp_path / "core"], []])
+    assert [code for code, *_ in printed] == [1, 1], printed
+    assert all("CORE bundle is" in errors and "rank 1 (host-2) has" in errors for *_, errors in printed)
+    printed = ranks([checkpoint] * 2, "--core", bundle, each=[[], ["--core", tmp_path / "no"]])
+    assert [code for code, *_ in printed] == [1, 1], printed
+    assert all("rank 1 (host-2): There is no CORE bundle" in errors for *_, errors in printed)
 
 
 @pytest.mark.processes
 def test_the_end_is_in_the_run_directory(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
-    said = ranks([checkpoint], "--core", bundle, "--out", tmp_path / "out", "--run-dir", tmp_path)
-    assert [code for code, *_ in said] == [0], said
+    printed = ranks([checkpoint], "--core", bundle, "--out", tmp_path / "out", "--run-dir", tmp_path)
+    assert [code for code, *_ in printed] == [0], printed
     assert json.loads((tmp_path / "outcome.json").read_text())["outcome"] == "finished"
-    said = ranks([checkpoint], "--core", tmp_path / "no", "--run-dir", tmp_path)
-    assert [code for code, *_ in said] == [2], said
+    printed = ranks([checkpoint], "--core", tmp_path / "no", "--run-dir", tmp_path)
+    assert [code for code, *_ in printed] == [2], printed
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert (outcome["outcome"], outcome["settled"]) == ("final", True)
     assert outcome["reason"].startswith("There is no CORE bundle")
@@ -195,8 +195,8 @@ def test_results_of_another_bundle_or_limit_are_not_mixed(
     out = tmp_path / "out"
     assert evaluate(checkpoint, "--core", bundle, "--out", out, "--core-max-per-task", "4") == 0
     assert result_of(out)["tasks"]["mc"]["items"] == 4
-    said = refusal(capfd, checkpoint, "--core", bundle, "--out", out)
-    assert "core.json has results for another value of --core-max-per-task. Give another --out" in said
+    printed = refusal(capfd, checkpoint, "--core", bundle, "--out", out)
+    assert "core.json has results for another value of --core-max-per-task. Give another --out" in printed
     content = json.loads((out / "core.json").read_text())
     (out / "core.json").write_text(json.dumps({**content, "bundle": "0"}))
     assert "results for another CORE bundle and value of --core-max-per-task" in refusal(
@@ -208,12 +208,12 @@ def test_results_of_another_bundle_or_limit_are_not_mixed(
     assert "core.json is damaged" in refusal(capfd, checkpoint, "--core", bundle, "--out", out)
     content = json.loads((out / "eval.json").read_text())
     (out / "eval.json").write_text(json.dumps({**content, "checkpoint": {"step": 8}}))
-    said = refusal(capfd, checkpoint, "--core", bundle, "--out", out)
-    assert "eval.json has results for another checkpoint" in said
+    printed = refusal(capfd, checkpoint, "--core", bundle, "--out", out)
+    assert "eval.json has results for another checkpoint" in printed
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "printed"),
     [
         (["--bpb"], "--bpb needs --data-dir"),
         (["--core-max-per-task", "-1"], "take whole numbers from 0"),
@@ -228,16 +228,16 @@ def test_results_of_another_bundle_or_limit_are_not_mixed(
     ],
 )
 def test_options_that_cannot_be_used_are_refused(
-    options: list[str], said: str, checkpoint: Path, capfd: pytest.CaptureFixture[str]
+    options: list[str], printed: str, checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capfd, checkpoint, *options)
+    assert printed in refusal(capfd, checkpoint, *options)
 
 
 def test_a_bundle_with_too_few_items_for_the_limit_is_refused(
     checkpoint: Path, bundle: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    said = refusal(capfd, checkpoint, "--core", bundle, "--core-max-per-task", "2")
-    assert "the task mc has 2 items of 12 (the most per task) and shows 2 examples" in said
+    printed = refusal(capfd, checkpoint, "--core", bundle, "--core-max-per-task", "2")
+    assert "the task mc has 2 items of 12 (the most per task) and shows 2 examples" in printed
 
 
 def test_the_log_may_be_json(checkpoint: Path, bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -279,5 +279,5 @@ def test_questions_are_answered(checkpoint: Path, tmp_path: Path, capfd: pytest.
     assert found["chatcore_metric"] == 0
     assert "ChatCORE 0.0000: the mean of these" in capfd.readouterr().out
     twice = ["--chat-task", letters, "--chat-task", tmp_path / "more" / "letters.jsonl"]
-    said = refusal(capfd, checkpoint, *twice)
-    assert "--chat-task has files with the same name (without its ending):" in said
+    printed = refusal(capfd, checkpoint, *twice)
+    assert "--chat-task has files with the same name (without its ending):" in printed

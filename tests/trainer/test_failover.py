@@ -64,9 +64,9 @@ def failover(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
     runs: list[FailoverRun] = []
 
     def begin(
-        world_size: int, kind: type[FailoverRun] = FailoverRun, faults: Sequence[str] = (), **knobs: Any
+        world_size: int, kind: type[FailoverRun] = FailoverRun, faults: Sequence[str] = (), **settings: Any
     ) -> FailoverRun:
-        runs.append(kind(data_dir, tmp_path, world_size, **knobs))
+        runs.append(kind(data_dir, tmp_path, world_size, **settings))
         for rank in range(world_size):
             runs[-1].start(rank, faults[rank] if faults else SLOW)
         return runs[-1]

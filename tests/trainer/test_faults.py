@@ -43,13 +43,13 @@ def wait_for_diagnosis(rank: Rank, pattern: str, seconds: float = SOON) -> None:
         time.sleep(0.05)
 
 
-def last_line(said: str) -> str:
-    return said.strip().splitlines()[-1]
+def last_line(printed: str) -> str:
+    return printed.strip().splitlines()[-1]
 
 
 def test_a_frozen_rank_is_named_then_given_up_and_the_run_goes_on_to_the_same_end(start: Start) -> None:
-    knobs = {"num_iterations": 150, "save_every": 20, "save_minutes": 0, "env": [IMPATIENT] * 2}
-    ranks = start(2, **knobs)
+    settings = {"num_iterations": 150, "save_every": 20, "save_minutes": 0, "env": [IMPATIENT] * 2}
+    ranks = start(2, **settings)
     ranks[0].reach_step(30)
     ranks[1].process.send_signal(signal.SIGSTOP)
     wait_for_diagnosis(
@@ -59,20 +59,20 @@ def test_a_frozen_rank_is_named_then_given_up_and_the_run_goes_on_to_the_same_en
         r"last seen in \w+( (of|after) step \d+)? \d+ s ago; "
         r"rank 0 \(host-1\) waits in (sync of|checkpoint after) step \d+",
     )
-    code, said = ranks[0].wait(SOON)
-    assert code == 75, said
-    assert "Lost rank 1 (host-2): it is frozen" in last_line(said)
-    assert "is at process_group.py" in said
+    code, printed = ranks[0].wait(SOON)
+    assert code == 75, printed
+    assert "Lost rank 1 (host-2): it is frozen" in last_line(printed)
+    assert "is at process_group.py" in printed
 
     ranks[1].process.send_signal(signal.SIGCONT)
-    code, said = ranks[1].wait(SOON)
-    assert code == 75, said
-    assert re.search(r"This process stood still for \d+ s", said)
+    code, printed = ranks[1].wait(SOON)
+    assert code == 75, printed
+    assert re.search(r"This process stood still for \d+ s", printed)
 
-    again, undisturbed = start(2, **knobs), start(2, name="undisturbed", **knobs)
+    again, undisturbed = start(2, **settings), start(2, name="undisturbed", **settings)
     for rank in [*again, *undisturbed]:
-        code, said = rank.wait()
-        assert code == 0, said
+        code, printed = rank.wait()
+        assert code == 0, printed
     assert losses(again[0].run_dir) == losses(undisturbed[0].run_dir)
     assert len(losses(again[0].run_dir)) == 150
 
@@ -81,12 +81,12 @@ def test_a_killed_rank_is_gone_and_another_attempt_makes_sense(start: Start) -> 
     ranks = start(2, **FOREVER)
     ranks[0].reach_step(5)
     ranks[1].process.kill()
-    code, said = ranks[0].wait(SOON)
-    assert code == 75, said
+    code, printed = ranks[0].wait(SOON)
+    assert code == 75, printed
     assert re.match(
         r"\[rank 0\] retryable: In sync of step \d+: Lost rank 1 \(host-2\): it is gone \(its host answers, "
         r"the process does not exist any more\)",
-        last_line(said),
+        last_line(printed),
     )
     ranks[1].wait()
     for rank in ranks:
@@ -108,10 +108,10 @@ def test_a_slow_rank_is_named_and_waited_for(start: Start, fault: str, effort: s
     assert "accumulate" in stacks
     assert "run status:" in stacks
     for rank in ranks:
-        code, said = rank.wait(60)
-        assert code == 0, said
-        assert "Rank 1 (host-2) has been in backward of step 8" in said  # each living rank says it
-        assert "rank 1 (host-2) is at faulty.py" in said
+        code, printed = rank.wait(60)
+        assert code == 0, printed
+        assert "Rank 1 (host-2) has been in backward of step 8" in printed  # each rank that lives reports it
+        assert "rank 1 (host-2) is at faulty.py" in printed
     assert beat(ranks[0])["diagnosis"] is None
 
 
@@ -122,26 +122,26 @@ def test_a_fault_of_one_rank_ends_all_with_its_cause(start: Start, culprit: int)
     ranks = start(3, num_iterations=100_000, faults=faults)
     ranks[0].reach_step(4)
     for number, rank in enumerate(ranks):
-        code, said = rank.wait(SOON)
-        assert code == 1, said
+        code, printed = rank.wait(SOON)
+        assert code == 1, printed
         outcome = rank.outcome()
         assert outcome["outcome"] == "final"
         assert "Unexpected KeyError" in outcome["reason"]
-        assert outcome["reason"] in last_line(said)
+        assert outcome["reason"] in last_line(printed)
         named = f"rank {culprit} (host-{culprit + 1}): "
         assert outcome["reason"].startswith("Unexpected" if number == culprit else named)
-        assert ("Traceback" in said) == (number == culprit)
+        assert ("Traceback" in printed) == (number == culprit)
         assert main(["again", "--run-dir", str(rank.run_dir)]) == 1
 
 
-def test_a_rank_that_was_told_to_end_is_worth_a_retry_for_the_others(start: Start) -> None:
+def test_a_rank_that_was_asked_to_end_is_worth_a_retry_for_the_others(start: Start) -> None:
     """A reboot of its host, say; by itself it would not come back."""
     ranks = start(2, **FOREVER)
     ranks[0].reach_step(5)
     ranks[1].process.terminate()
-    code, said = ranks[0].wait(SOON)
-    assert code == 75, said
-    assert "rank 1 (host-2): Asked to end by SIGTERM" in last_line(said)
+    code, printed = ranks[0].wait(SOON)
+    assert code == 75, printed
+    assert "rank 1 (host-2): Asked to end by SIGTERM" in last_line(printed)
     assert ranks[1].wait(SOON)[0] == 128 + signal.SIGTERM
     assert main(["again", "--run-dir", str(ranks[1].run_dir)]) == 1
 
@@ -150,10 +150,10 @@ def test_a_loss_that_is_no_number_ends_all_ranks_with_step_and_remedy(start: Sta
     ranks = start(2, num_iterations=100_000, faults=[NONE, "diverge 4 0"])
     ranks[0].reach_step(3)
     for rank in ranks:
-        code, said = rank.wait(SOON)
-        assert code == 1, said
-        assert "The loss of step 4 is nan: the run has diverged. The learning rates" in last_line(said)
-        assert "Start a new run with lower ones (matrix_lr is 0.8, embedding_lr is 10)" in last_line(said)
+        code, printed = rank.wait(SOON)
+        assert code == 1, printed
+        assert "The loss of step 4 is nan: the run has diverged. The learning rates" in last_line(printed)
+        assert "Start a new run with lower ones (matrix_lr is 0.8, embedding_lr is 10)" in last_line(printed)
         assert rank.outcome()["outcome"] == "final"
 
 
@@ -178,11 +178,13 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[list[str], Path]]:
     holder.communicate()
 
 
-def test_a_full_disk_is_told_and_the_run_goes_on(start: Start, small_disk: tuple[list[str], Path]) -> None:
+def test_a_full_disk_is_reported_and_the_run_goes_on(
+    start: Start, small_disk: tuple[list[str], Path]
+) -> None:
     """An older checkpoint makes room; then there is none, and then there is again: nothing is lost."""
     enter, run_dir = small_disk
-    knobs = {"num_iterations": 100_000, "save_every": 20, "save_minutes": 0, "keep_checkpoints": 2}
-    (rank,) = start(1, within=[enter], **knobs)
+    settings = {"num_iterations": 100_000, "save_every": 20, "save_minutes": 0, "keep_checkpoints": 2}
+    (rank,) = start(1, within=[enter], **settings)
     outside = Rank(rank.process, run_dir)
 
     def checkpoints() -> list[str]:
@@ -214,9 +216,9 @@ def test_a_full_disk_is_told_and_the_run_goes_on(start: Start, small_disk: tuple
     until(lambda: len(checkpoints()) == 2)
     until(lambda: beat(outside)["warning"] is None)
     (run_dir / "stop").touch()
-    code, said = rank.wait()
-    assert code == 0, said
-    assert "warning: No room for the checkpoint of step" in said
+    code, printed = rank.wait()
+    assert code == 0, printed
+    assert "warning: No room for the checkpoint of step" in printed
     steps = outside.outcome()["step"]
     assert len(losses(run_dir)) == steps > full_at
     assert checkpoints()[-1] == f"step_{steps:06d}"
@@ -263,16 +265,16 @@ def test_a_host_that_is_cut_off_is_named_and_given_up(start: Start, hosts: list[
     ranks[0].reach_step(int(beat(ranks[0])["step"]) + 5)
 
     subprocess.run(drop, check=True)
-    code, said = ranks[0].wait(SOON)
-    assert code == 75, said
+    code, printed = ranks[0].wait(SOON)
+    assert code == 75, printed
     assert (
         "Lost rank 1 (host-2): it cannot be reached (its host does not answer at 10.77.0.2: down, asleep or "
-        "cut off)" in last_line(said)
+        "cut off)" in last_line(printed)
     )
-    assert "Check that host-2 is running, awake and connected to the network." in last_line(said)
-    code, said = ranks[1].wait(SOON)
-    assert code == 75, said
-    assert "Lost rank 0 (host-1): it cannot be reached" in last_line(said)
+    assert "Check that host-2 is running, awake and connected to the network." in last_line(printed)
+    code, printed = ranks[1].wait(SOON)
+    assert code == 75, printed
+    assert "Lost rank 0 (host-1): it cannot be reached" in last_line(printed)
 
 
 @pytest.mark.skipif(not shutil.which("iptables"), reason="iptables is not installed")
@@ -285,9 +287,9 @@ def test_large_packets_that_are_dropped_are_impaired_traffic_and_no_death(
     ranks[0].reach_step(5)
     rule = ["OUTPUT", "-d", "10.77.0.1", "-p", "tcp", "-m", "length", "--length", "701:65535", "-j", "DROP"]
     subprocess.run([*hosts[1], "iptables", "-A", *rule], check=True)
-    codes, said = zip(*(rank.wait(SOON) for rank in ranks), strict=True)
+    codes, printed = zip(*(rank.wait(SOON) for rank in ranks), strict=True)
     assert 75 in codes
-    for text, peer in zip(said, ("rank 1 (host-2)", "rank 0 (host-1)"), strict=True):
+    for text, peer in zip(printed, ("rank 1 (host-2)", "rank 0 (host-1)"), strict=True):
         assert f"raffic with {peer} is impaired" in text
         assert "packets of full size do not arrive" in text
         assert "`ansible-playbook doctor.yml` finds the fault" in text

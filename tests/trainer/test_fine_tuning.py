@@ -247,12 +247,12 @@ def test_three_ranks_train_as_one(
     assert by_row.max() > 1.5 * by_row.min(), batch_rows(42, 0, 5, len(data.train))
     settings = settings_of(base, **given, sync=sync)
     del settings["parent"]
-    knobs = {"from_checkpoint": base, **settings, "shares": shares}
-    ranks = start(3, data_dirs=[chats] * 3, **knobs)
+    values = {"from_checkpoint": base, **settings, "shares": shares}
+    ranks = start(3, data_dirs=[chats] * 3, **values)
     fine_tune(base, chats, tmp_path / "alone", **given)
     for rank in ranks:
-        code, said = rank.wait()
-        assert code == 0, said
+        code, printed = rank.wait()
+        assert code == 0, printed
     exact = {"dense": 1e-10, "exact": 1e-10, "fast": 1e-2}[sync]
     assert losses(ranks[0].run_dir) == pytest.approx(losses(tmp_path / "alone"), rel=exact)
     assert len(losses(ranks[0].run_dir)) == given["num_iterations"]
@@ -263,7 +263,7 @@ def test_local_ranks_weight_by_targets(start: Start, base: Path, chats: Path) ->
     """Each rank steps on its own targets; a sync round weights the ranks by them."""
     settings = settings_of(base, sync="local", local_steps=2, local_delay=0, num_iterations=6)
     del settings["parent"]
-    knobs = {**settings, "embedding_lr": 0.3, "unembedding_lr": 0.05, "matrix_lr": 0.05}
-    for rank in start(2, data_dirs=[chats] * 2, shares="1,4", from_checkpoint=base, **knobs):
-        code, said = rank.wait()
-        assert code == 0, said
+    values = {**settings, "embedding_lr": 0.3, "unembedding_lr": 0.05, "matrix_lr": 0.05}
+    for rank in start(2, data_dirs=[chats] * 2, shares="1,4", from_checkpoint=base, **values):
+        code, printed = rank.wait()
+        assert code == 0, printed

@@ -14,7 +14,7 @@ from trainer.config import HORIZON, IDENTITY, RUNTIME, ConfigError, RunConfig
 from trainer.optim.lr_schedule import describe_extension
 from trainer.outcome import Final
 
-KNOBS = {"dtype": "float64", "save_minutes": 0, "eval_every": 0, "digest_every": 0}
+SETTINGS = {"dtype": "float64", "save_minutes": 0, "eval_every": 0, "digest_every": 0}
 OTHERS = {
     "device_batch_size": 1,
     "threads": 2,
@@ -75,37 +75,37 @@ def test_an_asked_horizon_replaces_the_one_before_as_a_whole() -> None:
 def test_every_runtime_setting_may_change_when_a_run_is_resumed(
     data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    train_here(data_dir, tmp_path / "alone", **KNOBS, num_iterations=12)
-    train_here(data_dir, tmp_path / "run", **KNOBS, num_iterations=12, save_every=7)
+    train_here(data_dir, tmp_path / "alone", **SETTINGS, num_iterations=12)
+    train_here(data_dir, tmp_path / "run", **SETTINGS, num_iterations=12, save_every=7)
     for path in (tmp_path / "run" / "checkpoints").glob("step_000012"):
         path.rename(tmp_path / "away")
     capfd.readouterr()
-    train_here(data_dir, tmp_path / "run", **{**KNOBS, **OTHERS}, num_iterations=12)
-    said = events(capfd)
-    assert "Resuming from the checkpoint of step 7." in said
+    train_here(data_dir, tmp_path / "run", **{**SETTINGS, **OTHERS}, num_iterations=12)
+    printed = events(capfd)
+    assert "Resuming from the checkpoint of step 7." in printed
     for change in ("device_batch_size was 2, now 1", "save_minutes was 0.0, now 1.5", "threads was 1, now 2"):
-        assert change in said
+        assert change in printed
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
 
 
 @pytest.mark.parametrize(("name", "value"), [("seed", 43), ("matrix_lr", 0.7), ("sync", "exact")])
 def test_the_identity_may_not_change(data_dir: Path, tmp_path: Path, name: str, value: Any) -> None:
-    train_here(data_dir, tmp_path, **KNOBS, num_iterations=2)
+    train_here(data_dir, tmp_path, **SETTINGS, num_iterations=2)
     with pytest.raises(Final, match=rf"another configuration: {name} was .*, now {value!r}\. "):
-        train_here(data_dir, tmp_path, **{**KNOBS, name: value}, num_iterations=2)
+        train_here(data_dir, tmp_path, **{**SETTINGS, name: value}, num_iterations=2)
 
 
 def test_a_finished_run_is_extended(
     data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    train_here(data_dir, tmp_path, **KNOBS, num_iterations=6)
+    train_here(data_dir, tmp_path, **SETTINGS, num_iterations=6)
     first = losses(tmp_path)
     capfd.readouterr()
-    train_here(data_dir, tmp_path, **KNOBS, num_iterations=10)
-    said = events(capfd)
-    assert "The run is extended from 6 to 10 steps. Rates fall after step 5, not after step 3" in said
-    assert "step 7 trains at 0.68 of the full rates, step 6 did at 0.29" in said
-    assert "the 3 steps done at falling rates stay as they are" in said
+    train_here(data_dir, tmp_path, **SETTINGS, num_iterations=10)
+    printed = events(capfd)
+    assert "The run is extended from 6 to 10 steps. Rates fall after step 5, not after step 3" in printed
+    assert "step 7 trains at 0.68 of the full rates, step 6 did at 0.29" in printed
+    assert "the 3 steps done at falling rates stay as they are" in printed
     assert losses(tmp_path)[:6] == first
     assert len(losses(tmp_path)) == 10
     meta = json.loads((tmp_path / "checkpoints/step_000010/meta.json").read_text())
@@ -114,13 +114,13 @@ def test_a_finished_run_is_extended(
 
 def test_a_run_does_not_become_shorter(data_dir: Path, tmp_path: Path) -> None:
     """Be it that an inventory has another number of steps for all runs."""
-    train_here(data_dir, tmp_path, **KNOBS, num_iterations=6, save_every=4)
+    train_here(data_dir, tmp_path, **SETTINGS, num_iterations=6, save_every=4)
     (tmp_path / "checkpoints" / "step_000006").rename(tmp_path / "away")
     for steps in (5, 3):
-        said = rf"has 6 steps, of which 4 are done. .* asks for {steps} steps, .* ask for 6 steps or more"
-        with pytest.raises(Final, match=said):
-            train_here(data_dir, tmp_path, **KNOBS, num_iterations=steps)
-    train_here(data_dir, tmp_path, **KNOBS, num_iterations=6)
+        printed = rf"has 6 steps, of which 4 are done. .* asks for {steps} steps, .* ask for 6 steps or more"
+        with pytest.raises(Final, match=printed):
+            train_here(data_dir, tmp_path, **SETTINGS, num_iterations=steps)
+    train_here(data_dir, tmp_path, **SETTINGS, num_iterations=6)
 
 
 def test_a_run_keeps_the_steps_that_were_derived_from_its_target() -> None:
@@ -134,14 +134,14 @@ def test_a_run_keeps_the_steps_that_were_derived_from_its_target() -> None:
     assert compatibility.planned_steps({"step": 0}, config, 990) == 990
 
 
-def test_what_an_extension_does_is_said_where_nothing_is_done_yet() -> None:
+def test_what_an_extension_does_is_reported_where_nothing_is_done_yet() -> None:
     assert describe_extension(0, 5000, 6000) == (
         "The run is extended from 5,000 to 6,000 steps. Rates fall after step 2,101, not after step 1,751."
     )
 
 
 def test_checkpoints_of_another_run_are_refused_by_its_name(data_dir: Path, tmp_path: Path) -> None:
-    train_here(data_dir, tmp_path, **KNOBS, num_iterations=2)
+    train_here(data_dir, tmp_path, **SETTINGS, num_iterations=2)
     path = tmp_path / "checkpoints" / "step_000002" / "meta.json"
     meta = json.loads(path.read_text())
     assert meta["run_id"] == "here"
@@ -149,16 +149,16 @@ def test_checkpoints_of_another_run_are_refused_by_its_name(data_dir: Path, tmp_
     with pytest.raises(
         Final, match=r"checkpoints are of the run there, and this run is here\..* --run-id there"
     ):
-        train_here(data_dir, tmp_path, **KNOBS, num_iterations=2)
+        train_here(data_dir, tmp_path, **SETTINGS, num_iterations=2)
     path.write_text(json.dumps({**meta, "run_id": "there", "imported": "nanochat's d2, step 2"}))
-    train_here(data_dir, tmp_path, **KNOBS, num_iterations=2)
+    train_here(data_dir, tmp_path, **SETTINGS, num_iterations=2)
 
 
 def test_a_name_by_default_may_be_that_of_another_release(data_dir: Path, tmp_path: Path) -> None:
     """The digest in it changes with the settings that a release has; the identity itself is compared."""
-    train_here(data_dir, tmp_path, **KNOBS, num_iterations=2)
+    train_here(data_dir, tmp_path, **SETTINGS, num_iterations=2)
     state = storage.load(tmp_path / "checkpoints" / "step_000002")
-    config = RunConfig.from_strings({**TINY, **KNOBS, "num_iterations": 2})
+    config = RunConfig.from_strings({**TINY, **SETTINGS, "num_iterations": 2})
     state.meta["run_id"] = "d2-01234567"
     compatibility.check_continues(state, config, state.meta["hashes"], "d2-89abcdef")
     with pytest.raises(ConfigError, match="this run is mine"):
@@ -168,26 +168,28 @@ def test_a_name_by_default_may_be_that_of_another_release(data_dir: Path, tmp_pa
 @pytest.mark.parametrize("sync", ["dense", "exact"])
 def test_a_host_may_have_a_micro_batch_of_its_own(start: Start, sync: str) -> None:
     """Micro-batches of 2 and 2 rows, then of 2 and 1: two and three of them a step, and the same losses."""
-    knobs = {**KNOBS, "sync": sync, "shares": "2,3", "num_iterations": 10, "eval_every": 5}
+    settings = {**SETTINGS, "sync": sync, "shares": "2,3", "num_iterations": 10, "eval_every": 5}
     own = [{}, {"NANOFLEET_DEVICE_BATCH_SIZE": "1"}]
-    both, unlike = start(2, name="both", **knobs), start(2, name="unlike", env=own, **knobs)
-    said = []
+    both, unlike = start(2, name="both", **settings), start(2, name="unlike", env=own, **settings)
+    printed = []
     for rank in [*both, *unlike]:
         code, text = rank.wait()
         assert code == 0, text
-        said.append(text)
+        printed.append(text)
     assert losses(unlike[0].run_dir) == pytest.approx(losses(both[0].run_dir), rel=1e-10)
     bpb = [json.loads((ranks[0].run_dir / "outcome.json").read_text())["val_bpb"] for ranks in (both, unlike)]
     assert bpb[1] == pytest.approx(bpb[0], rel=1e-10)
-    assert "1/2 micro-batches" in said[0]
-    assert "1/3 micro-batches" in said[2]
-    assert "rank 1 (host-2): float64" in said[2]
-    assert ", 1 row a micro-batch" in said[2]
+    assert "1/2 micro-batches" in printed[0]
+    assert "1/3 micro-batches" in printed[2]
+    assert "rank 1 (host-2): float64" in printed[2]
+    assert ", 1 row a micro-batch" in printed[2]
 
 
 def test_a_micro_batch_that_is_none_ends_all_ranks_with_a_sentence(start: Start) -> None:
     for rank in start(2, env=[{}, {"NANOFLEET_DEVICE_BATCH_SIZE": "0"}]):
-        code, said = rank.wait(60)
-        assert code == 1, said
-        assert "NANOFLEET_DEVICE_BATCH_SIZE is 0 in the environment: it takes a whole number from 1." in said
-        assert "Traceback" not in said
+        code, printed = rank.wait(60)
+        assert code == 1, printed
+        assert (
+            "NANOFLEET_DEVICE_BATCH_SIZE is 0 in the environment: it takes a whole number from 1." in printed
+        )
+        assert "Traceback" not in printed

@@ -51,14 +51,14 @@ def test_a_bit_that_changes_in_the_rows_of_one_host_while_it_trains(
     theirs = tmp_path / "theirs"
     shutil.copytree(data_dir, theirs)
     sound = rows_of(theirs).read_bytes()
-    knobs = {"sync": sync, "num_iterations": 200, "save_every": 20, "data_dirs": [data_dir, theirs]}
-    ranks = start(2, **knobs)
+    settings = {"sync": sync, "num_iterations": 200, "save_every": 20, "data_dirs": [data_dir, theirs]}
+    ranks = start(2, **settings)
     ranks[0].reach_step(25)
     row = flip_a_bit(theirs, 175)
     began = time.monotonic()
     for number, rank in enumerate(ranks):
-        code, said = rank.wait(60)
-        assert code == 75, said
+        code, printed = rank.wait(60)
+        assert code == 75, printed
         outcome = rank.outcome()
         assert outcome["outcome"] == "retryable"
         assert f"Row {row} of {rows_of(theirs)} has changed" in outcome["reason"]
@@ -66,11 +66,11 @@ def test_a_bit_that_changes_in_the_rows_of_one_host_while_it_trains(
         assert 25 <= outcome["step"] < 175
     assert time.monotonic() - began < 45
 
-    ranks = start(2, **knobs)
-    whole = start(2, name="whole", **knobs | {"data_dirs": []}) if sync != "local" else []
+    ranks = start(2, **settings)
+    whole = start(2, name="whole", **settings | {"data_dirs": []}) if sync != "local" else []
     for rank in [*ranks, *whole]:
-        code, said = rank.wait()
-        assert code == 0, said
+        code, printed = rank.wait()
+        assert code == 0, printed
     assert rows_of(theirs).read_bytes() == sound
     if whole:
         assert losses(ranks[0].run_dir) == losses(whole[0].run_dir)
@@ -85,9 +85,9 @@ def test_a_bit_that_changed_in_the_rows_of_one_host_before_the_start(
     flip_a_bit(theirs, 4)
     ranks = start(2, sync=sync, data_dirs=[data_dir, theirs])
     whole = start(2, name="whole", sync=sync)
-    said = [rank.wait() for rank in [*ranks, *whole]]
-    assert [code for code, _ in said] == [0] * 4, said
-    assert f"warning: {rows_of(theirs)} has changed since it was packed" in said[1][1]
+    printed = [rank.wait() for rank in [*ranks, *whole]]
+    assert [code for code, _ in printed] == [0] * 4, printed
+    assert f"warning: {rows_of(theirs)} has changed since it was packed" in printed[1][1]
     assert losses(ranks[0].run_dir) == losses(whole[0].run_dir)
 
 
@@ -98,8 +98,8 @@ def test_a_batch_that_one_rank_has_read_differently(start: Start, world_size: in
     faults = [NONE, f"misread {step} 0", NONE][:world_size]
     ranks = start(world_size, num_iterations=100_000, sync="exact", faults=faults)
     for rank in ranks:
-        code, said = rank.wait(60)
-        assert code == 75, said
+        code, printed = rank.wait(60)
+        assert code == 75, printed
         outcome = rank.outcome()
         assert outcome["step"] < step
         if world_size == 3:
@@ -118,12 +118,12 @@ def test_of_two_ranks_that_differ_the_one_that_changed_is_found_when_the_step_is
     start: Start, sync: str
 ) -> None:
     """The difference is found before it gets into a checkpoint, though digests were not due."""
-    knobs = {"sync": sync, "num_iterations": 12, "save_every": 4, "save_minutes": 0, "digest_every": 50}
-    ranks = start(2, faults=[NONE, "flip 8 0"], **knobs)
-    whole = start(2, name="whole", **knobs)
+    settings = {"sync": sync, "num_iterations": 12, "save_every": 4, "save_minutes": 0, "digest_every": 50}
+    ranks = start(2, faults=[NONE, "flip 8 0"], **settings)
+    whole = start(2, name="whole", **settings)
     for rank in ranks:
-        code, said = rank.wait()
-        assert code == 1, said
+        code, printed = rank.wait()
+        assert code == 1, printed
         reason = rank.outcome()["reason"]
         assert "After step 8 the parameters are not the same on all ranks." in reason
         assert "rank 0 (host-1) and rank 1 (host-2) differ." in reason
@@ -131,11 +131,11 @@ def test_of_two_ranks_that_differ_the_one_that_changed_is_found_when_the_step_is
     kept = [path.name for path in (ranks[0].run_dir / "checkpoints").iterdir()]
     assert kept == ["step_000004"]
 
-    said = [rank.wait() for rank in [*start(2, **knobs), *whole]]
-    assert [code for code, _ in said] == [0] * 4, said
-    assert "Step 8, after which the parameters once differed, is computed again: " in said[0][1]
-    assert "rank 1 (host-2) had other values then, in " in said[0][1]
-    assert "rank 0 (host-1) had other values" not in said[0][1]
+    printed = [rank.wait() for rank in [*start(2, **settings), *whole]]
+    assert [code for code, _ in printed] == [0] * 4, printed
+    assert "Step 8, after which the parameters once differed, is computed again: " in printed[0][1]
+    assert "rank 1 (host-2) had other values then, in " in printed[0][1]
+    assert "rank 0 (host-1) had other values" not in printed[0][1]
     assert losses(ranks[0].run_dir) == losses(whole[0].run_dir)
     assert not list(ranks[0].run_dir.glob("digests-*.json"))
 

@@ -62,9 +62,10 @@ def test_upstream_loads_what_is_exported(
     ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(ours, tmp_path / "base") == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
-        f"NANOCHAT_BASE_DIR={tmp_path / 'base'} python -m scripts.base_eval --model-tag d3 --step 100" in said
+        f"NANOCHAT_BASE_DIR={tmp_path / 'base'} python -m scripts.base_eval --model-tag d3 --step 100"
+        in printed
     )
     loaded = upstream.load_model(tmp_path / "base")
     assert (loaded.tag, loaded.step, loaded.config) == ("d3", 100, SHAPE)
@@ -121,9 +122,9 @@ def test_out_and_back_is_bitwise(ours: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_in_and_out_again_is_bitwise(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert take_in(base, "--run-dir", tmp_path / "run") == 0
-    said = capsys.readouterr().out
-    assert "optimizer state is not imported" in said
-    assert "--depth 3 --aspect-ratio 16 --head-dim 16 --n-kv-head 1 --sequence-len 32 " in said
+    printed = capsys.readouterr().out
+    assert "optimizer state is not imported" in printed
+    assert "--depth 3 --aspect-ratio 16 --head-dim 16 --n-kv-head 1 --sequence-len 32 " in printed
     assert export(tmp_path / "run" / "checkpoints" / "step_000005", tmp_path / "again") == 0
     assert bitwise(upstream.load_model(tmp_path / "again").weights, weights_of(5))
     pkl = Path("tokenizer", "tokenizer.pkl")
@@ -148,18 +149,18 @@ def test_weights_of_a_gpu_run_come_in_as_float32(
     compiled = {f"_orig_mod.{name}": tensor for name, tensor in weights.items()}
     upstream.save(base, "d3", 6, compiled, SHAPE, encoding)
     assert take_in(base, "--run-dir", tmp_path / "run") == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (
         "transformer.wte.weight, value_embeds.0.weight, value_embeds.2.weight were converted from bfloat16"
-        in said
+        in printed
     )
-    assert "the values are the same" in said
+    assert "the values are the same" in printed
     state = storage.load(tmp_path / "run" / "checkpoints" / "step_000006")
     assert bitwise(state.model, {name: tensor.float() for name, tensor in weights.items()})
     assert bitwise({n: state.model[n].bfloat16() for n in in_bf16}, {n: weights[n] for n in in_bf16})
 
 
-def test_a_float64_run_is_rounded_and_says_so(
+def test_a_float64_run_is_rounded_and_reports_it(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = step_dir(tmp_path / "ours", data_dir / "tokenizer", torch.float64)
@@ -285,11 +286,11 @@ def test_the_deepest_model_and_the_last_step_are_taken_unless_asked(
     assert find_pair(base, "other").step == 7
     assert find_pair(folder / "d3").step == 5
     assert find_pair(folder / "d12" / "model_000005.pt").step == 5
-    for asked, said in (
+    for asked, printed in (
         ({"model_tag": "d4"}, "no model d4 in .*, only d12, d3, other"),
         ({"step": 6}, "no step 6 in .*d12, only 5, 1000000"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=printed):
             find_pair(base, **asked)
     with pytest.raises(ConfigError, match="not named like the checkpoints of nanochat"):
         find_pair(folder / "d3" / "meta_000005.json")
@@ -356,9 +357,9 @@ def test_a_base_directory_is_adopted_as_it_is(
 ) -> None:
     shutil.copytree(data_dir / "shards", base / "base_data_climbmix")
     before = everything(base)
-    for said in ("2 shards", "nothing has changed"):
+    for printed in ("2 shards", "nothing has changed"):
         assert take_in(base, "--data-dir", tmp_path / "data", "--run-dir", tmp_path / "run") == 0
-        assert said in capsys.readouterr().out
+        assert printed in capsys.readouterr().out
     assert everything(base) == before
     for path in (base / "base_data_climbmix").iterdir():
         assert (tmp_path / "data" / "shards" / path.name).read_bytes() == path.read_bytes()

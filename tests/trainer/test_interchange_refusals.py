@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said in a sentence, and nothing is written."""
+"""What is wrong with a checkpoint is reported in a sentence, and nothing is written."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ OLD = ("smear_gate.weight", "smear_lambda", "backout_lambda", "resid_lambdas", "
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "printed"),
     [
         (lambda folder: (folder / "meta_000005.json").unlink(), r"has no meta_000005\.json beside it"),
         (lambda folder: (folder / "meta_000005.json").write_text("{"), "is not JSON"),
@@ -107,17 +107,17 @@ OLD = ("smear_gate.weight", "smear_lambda", "backout_lambda", "resid_lambdas", "
         (lambda folder: (folder / "model_000005.pt").write_bytes(b"hello, this is text"), "damaged"),
     ],
 )
-def test_what_is_wrong_is_said_and_nothing_is_written(
+def test_what_is_wrong_is_reported_and_nothing_is_written(
     base: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     damage: Callable[[Path], object],
-    said: str,
+    printed: str,
 ) -> None:
     damage(base / "base_checkpoints" / "d3")
     assert take_in(base, "--run-dir", tmp_path / "run") == 2
     shown = capsys.readouterr()
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=printed):
         raise ConfigError(shown.err)
     assert str(base) in shown.err
     assert len(shown.err.splitlines()) == 1

@@ -299,8 +299,8 @@ def test_rates_are_those_of_all_tokens() -> None:
     assert local.scales == single.scales
     assert (local.rows_per_step, local.total_batch_size) == (8, 8192)
     with torch.device("meta"):
-        said = describe_plan(local, config, GPT(local.model), train_rows=1000, micro_batches=[2, 2])
-    assert "each rank trains by itself on 4,096 tokens a step; a sync round after every 30 steps" in said
+        printed = describe_plan(local, config, GPT(local.model), train_rows=1000, micro_batches=[2, 2])
+    assert "each rank trains by itself on 4,096 tokens a step; a sync round after every 30 steps" in printed
 
 
 def test_auto_does_not_take_it() -> None:
@@ -338,22 +338,22 @@ def test_a_rank_finds_its_own_file_and_no_other(tmp_path: Path) -> None:
 
 def test_two_ranks_killed_and_resumed_end_as_those_left_alone(start: Start) -> None:
     """Processes, with a checkpoint of the run's parameters and a file of each rank's own."""
-    knobs = {"sync": "local", "local_steps": 4, "num_iterations": 60, "save_every": 5, "save_minutes": 0}
-    knobs |= {"digest_every": 7, "shares": "2,3"}
-    alone = start(2, name="alone", **knobs)
-    killed = start(2, name="killed", **knobs)
+    settings = {"sync": "local", "local_steps": 4, "num_iterations": 60, "save_every": 5, "save_minutes": 0}
+    settings |= {"digest_every": 7, "shares": "2,3"}
+    alone = start(2, name="alone", **settings)
+    killed = start(2, name="killed", **settings)
     killed[0].reach_step(20)
     for rank in killed:
         rank.process.kill()
         rank.wait()
-    again = start(2, name="killed", **knobs)
-    said = []
+    again = start(2, name="killed", **settings)
+    printed = []
     for rank in [*alone, *again]:
         code, text = rank.wait()
         assert code == 0, text
-        said.append(text)
-    assert "Resuming from the checkpoint of step" in said[2]
-    assert "has no state of rank" not in said[2] + said[3]
+        printed.append(text)
+    assert "Resuming from the checkpoint of step" in printed[2]
+    assert "has no state of rank" not in printed[2] + printed[3]
     ends = [
         json.loads((ranks[0].run_dir / "checkpoints/step_000060/meta.json").read_text())
         for ranks in (alone, again)

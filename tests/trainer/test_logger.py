@@ -36,7 +36,7 @@ code = main({arguments!r})
 """
 
 
-def said(text: str) -> list[dict[str, Any]]:
+def printed(text: str) -> list[dict[str, Any]]:
     """Every line of a log of JSON."""
     lines = [json.loads(line) for line in text.splitlines()]
     assert all(line.keys() >= FIELDS for line in lines)
@@ -48,8 +48,8 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "NANOFLEET_HOST": "a"}
 
 
-def arguments(data_dir: Path, run_dir: Path, *more: str, **knobs: Any) -> list[str]:
-    given = flags({**TINY, "num_iterations": 3, **knobs})
+def arguments(data_dir: Path, run_dir: Path, *more: str, **settings: Any) -> list[str]:
+    given = flags({**TINY, "num_iterations": 3, **settings})
     return ["train", "--data-dir", str(data_dir), "--run-dir", str(run_dir), "--run-id", "r", *given, *more]
 
 
@@ -70,7 +70,7 @@ def test_for_a_program_figures_are_fields(capsys: pytest.CaptureFixture[str]) ->
     log.info("step 3: nä\nmore", extra=fields("step", step=3, loss=1.5, **odd))
     out = capsys.readouterr().out
     assert out.isascii(), "any locale can write it"
-    (line,) = said(out)
+    (line,) = printed(out)
     assert (line.pop("time") > 0, line) == (
         True,
         {
@@ -90,11 +90,11 @@ def test_a_traceback_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert human.startswith("Traceback")
     assert human.endswith("KeyError: 'x'\n")
     RunLogger(PLACE, as_json=True).failure(error)
-    (line,) = said(capsys.readouterr().out)
+    (line,) = printed(capsys.readouterr().out)
     assert (line["event"], line["level"], line["traceback"]) == ("traceback", "error", human)
 
 
-def test_an_end_is_told_with_its_outcome(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_end_is_reported_with_its_outcome(capsys: pytest.CaptureFixture[str]) -> None:
     RunLogger(PLACE).ended("final", "They differ.", "  field  a\n  seed   1")
     assert capsys.readouterr().out.splitlines() == [
         "[rank 1] final: They differ.",
@@ -104,7 +104,7 @@ def test_an_end_is_told_with_its_outcome(capsys: pytest.CaptureFixture[str]) -> 
     log = RunLogger(PLACE, as_json=True)
     for outcome in ("finished", "stopped", "retryable", "final"):
         log.ended(outcome, "Why.")
-    lines = said(capsys.readouterr().out)
+    lines = printed(capsys.readouterr().out)
     assert [line["level"] for line in lines] == ["info", "info", "error", "error"]
     assert [line["outcome"] for line in lines] == ["finished", "stopped", "retryable", "final"]
     assert {(line["event"], line["reason"]) for line in lines} == {("outcome", "Why.")}
@@ -144,7 +144,7 @@ def test_a_whole_run_as_json(data_dir: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainer", *arguments(data_dir, tmp_path / "run", "--json")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
-    lines = said(done.stdout)
+    lines = printed(done.stdout)
     assert {(line["rank"], line["host"], line["level"]) for line in lines} == {(0, "a", "info")}
     assert lines[0]["message"].startswith("Importing torch"), "which may take a minute"
     assert (lines[-1]["event"], lines[-1]["outcome"]) == ("outcome", "finished")
@@ -187,7 +187,7 @@ def test_a_crash_is_complete(native: bool, more: Sequence[str], tmp_path: Path) 
         assert "Fatal Python error: Segmentation fault" in done.stderr
         assert "in crash" in done.stderr
         return
-    lines = said(done.stdout)
+    lines = printed(done.stdout)
     assert [line["event"] for line in lines] == ["traceback", "outcome"]
     assert "in crash" in lines[0]["traceback"]
     assert lines[0]["message"] == "KeyError: 'grad'"

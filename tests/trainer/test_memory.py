@@ -32,9 +32,9 @@ def test_large_tensors_are_made_of_memory_that_was_freed() -> None:
     """In a run, none of ten blocks of 40 MB in turn, and of 80 MB, is paged in; otherwise each one is."""
     seen = {}
     for how in ("kept", "plain"):
-        said = subprocess.run(
+        printed = subprocess.run(
             [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True
         ).stdout
-        seen[how] = [int(number) for number in said.split()]
+        seen[how] = [int(number) for number in printed.split()]
     assert seen["kept"][0] < seen["plain"][0] / 20
     assert seen["kept"][1] < seen["plain"][1] / 20

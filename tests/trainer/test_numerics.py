@@ -71,9 +71,9 @@ def test_a_cpu_takes_bfloat16_where_it_is_worth_it() -> None:
 def test_emulated_bfloat16_is_refused_with_both_figures() -> None:
     with pytest.raises(ConfigError) as caught:
         cpu_format("bfloat16", SLOW)
-    said = str(caught.value)
-    assert "2.5 GFLOP/s a core in bfloat16 against 95 in float32" in said
-    assert "Set dtype to float32, or to auto" in said
+    printed = str(caught.value)
+    assert "2.5 GFLOP/s a core in bfloat16 against 95 in float32" in printed
+    assert "Set dtype to float32, or to auto" in printed
 
 
 def test_a_gpu_computes_by_its_capability() -> None:
@@ -114,7 +114,7 @@ def test_only_the_refusal_of_the_device_that_is_used_counts() -> None:
         decide_device("auto", {"rank 0 (a)": {**CUDA, **refusing}})
 
 
-def test_threads_are_asked_for_told_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_set_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.host.cores.cpu_quota", lambda: None)
     cores = len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -127,7 +127,7 @@ def test_threads_are_asked_for_told_or_all(monkeypatch: pytest.MonkeyPatch) -> N
     assert thread_count(0, 1000) == 1
 
 
-def test_numerics_are_told_in_a_line_and_as_facts() -> None:
+def test_numerics_are_reported_in_a_line_and_as_facts() -> None:
     numerics = numerics_of(FAST, threads=1)
     assert numerics.describe() == (
         "bfloat16 (1,130 GFLOP/s a core in bfloat16 against 150 in float32) on a CPU (AVX512), 1 thread, "
@@ -165,12 +165,12 @@ def test_a_run_goes_on_in_the_numerics_it_began_with(monkeypatch: pytest.MonkeyP
 
 
 def test_an_old_cpu_refuses_bfloat16_on_all_ranks(start: Start) -> None:
-    """Really emulated: oneDNN is told to use nothing newer than AVX2."""
+    """Really emulated: oneDNN is set to use nothing newer than AVX2."""
     ranks = start(2, env=[{}, OLD_CPU], dtype="bfloat16")
     for rank in ranks:
-        code, said = rank.wait()
-        assert code == 2, said
-        assert "Traceback" not in said
+        code, printed = rank.wait()
+        assert code == 2, printed
+        assert "Traceback" not in printed
         outcome = rank.outcome()
         assert outcome["outcome"] == "final"
         found = re.search(
@@ -187,8 +187,8 @@ def test_a_resumed_run_keeps_what_it_computed_in(start: Start) -> None:
     (old,) = start(1, env=[OLD_CPU], dtype="auto", num_iterations=400)
     old.reach_step(1)
     (old.run_dir / "stop").touch()
-    code, said = old.wait()
-    assert code == 0, said
+    code, printed = old.wait()
+    assert code == 0, printed
     checkpoint = old.run_dir / old.outcome()["checkpoint"]
     saved = json.loads((checkpoint / "meta.json").read_text())["numerics"]
     assert saved == [{"device": "cpu", "compute_dtype": "float32", "threads": 1, "cpus": ""}]
@@ -196,11 +196,11 @@ def test_a_resumed_run_keeps_what_it_computed_in(start: Start) -> None:
     (new,) = start(1, dtype="auto", num_iterations=400)
     new.reach_step(json.loads((checkpoint / "meta.json").read_text())["step"] + 1)
     (new.run_dir / "stop").touch()
-    code, said = new.wait()
-    assert code == 0, said
-    chosen = re.search(r"  rank 0 \(host-1\): (\w+) \(", said)
+    code, printed = new.wait()
+    assert code == 0, printed
+    chosen = re.search(r"  rank 0 \(host-1\): (\w+) \(", printed)
     assert chosen is not None
-    assert ("As before: float32" in said) == (chosen[1] == "bfloat16")
+    assert ("As before: float32" in printed) == (chosen[1] == "bfloat16")
     newest = new.run_dir / new.outcome()["checkpoint"]
     assert newest != checkpoint
     assert json.loads((newest / "meta.json").read_text())["numerics"] == saved
@@ -209,19 +209,19 @@ def test_a_resumed_run_keeps_what_it_computed_in(start: Start) -> None:
 def test_ranks_of_unlike_formats_hold_equal_weights(start: Start, data_dir: Path, tmp_path: Path) -> None:
     """An old CPU takes float32; a new one takes bfloat16, and then the two multiply in unlike formats.
 
-    Every step compares all bytes. On a CPU without fast bfloat16 both take float32, as `said` then has it.
+    Every step compares all bytes. On a CPU without fast bfloat16 both take float32, as `printed` then has it.
     """
     pair = start(2, env=[{}, OLD_CPU], dtype="auto", num_iterations=12)
     train_here(data_dir, tmp_path / "alone", num_iterations=12)
     for rank in pair:
-        code, said = rank.wait()
-        assert code == 0, said
-    told = {int(found[1]): found[2] for found in re.finditer(r"  rank (\d) \(host-\d\): (\w+) \(", said)}
+        code, printed = rank.wait()
+        assert code == 0, printed
+    chosen = {int(found[1]): found[2] for found in re.finditer(r"  rank (\d) \(host-\d\): (\w+) \(", printed)}
     rates = gemm_rates([torch.float32, torch.bfloat16])
     if rates[torch.bfloat16] > 1.2 * WORTHWHILE * rates[torch.float32]:
-        assert told[0] == "bfloat16"
-    assert told[1] == "float32"
+        assert chosen[0] == "bfloat16"
+    assert chosen[1] == "float32"
     alone, curve = losses(tmp_path / "alone"), losses(pair[0].run_dir)
     assert curve == pytest.approx(alone, rel=0.02)
-    assert (curve != alone) or told[0] == "float32"
+    assert (curve != alone) or chosen[0] == "float32"
     assert alone[-1] < alone[0] - 0.5

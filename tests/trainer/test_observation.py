@@ -16,7 +16,7 @@ STEPS = 9
 QUIET = {"eval_every": 0, "sample_every": 0, "save_every": 0, "save_minutes": 0, "digest_every": 0}
 WATCHED = {"eval_every": 1, "sample_every": 2, "save_every": 3, "save_minutes": 0, "digest_every": 1}
 BY_TIME = {**QUIET, "eval_every": 4, "save_minutes": 0.0001}
-KNOBS = {"num_iterations": STEPS, "local_steps": 4, "local_delay": 2}
+SETTINGS = {"num_iterations": STEPS, "local_steps": 4, "local_delay": 2}
 
 
 def end_of(run_dir: Path) -> tuple[Any, ...]:
@@ -36,7 +36,7 @@ def end_of(run_dir: Path) -> tuple[Any, ...]:
 def test_one_rank_ends_the_same_however_it_is_watched(sync: str, data_dir: Path, tmp_path: Path) -> None:
     ends = []
     for number, watching in enumerate((QUIET, WATCHED, BY_TIME)):
-        train_here(data_dir, tmp_path / str(number), sync=sync, **KNOBS, **watching)
+        train_here(data_dir, tmp_path / str(number), sync=sync, **SETTINGS, **watching)
         ends.append(end_of(tmp_path / str(number)))
     assert ends[1] == ends[0]
     assert ends[2] == ends[0]
@@ -48,7 +48,7 @@ def test_one_rank_ends_the_same_however_it_is_watched(sync: str, data_dir: Path,
 )
 def test_ranks_end_the_same_however_they_are_watched(sync: str, world_size: int, start: Start) -> None:
     runs = [
-        start(world_size, name=name, sync=sync, **KNOBS, **watching)
+        start(world_size, name=name, sync=sync, **SETTINGS, **watching)
         for name, watching in (("quiet", QUIET), ("watched", WATCHED))
     ]
     for rank in (rank for ranks in runs for rank in ranks):
@@ -61,8 +61,14 @@ def test_resumed_from_a_checkpoint_in_a_sync_round(start: Start) -> None:
     """The end is that of a run which was neither interrupted nor saved on the way."""
 
     def train(name: str, save_every: int) -> list[Rank]:
-        knobs = {**KNOBS, **QUIET, "save_every": save_every, "keep_checkpoints": 9, "checkpoint_copies": 1}
-        ranks = start(2, name=name, sync="local", **knobs)
+        settings = {
+            **SETTINGS,
+            **QUIET,
+            "save_every": save_every,
+            "keep_checkpoints": 9,
+            "checkpoint_copies": 1,
+        }
+        ranks = start(2, name=name, sync="local", **settings)
         for rank in ranks:
             code, text = rank.wait()
             assert code == 0, text

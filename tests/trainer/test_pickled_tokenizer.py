@@ -135,7 +135,9 @@ def hostile() -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("data", [pytest.param(data, id=kind) for kind, data in hostile()])
-def test_nothing_a_pickle_says_is_done(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_in_a_pickle_is_executed(
+    data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(MARKER, raising=False)
     assert "is not a tokenizer of nanochat" in refusal(tmp_path, data)
     assert MARKER not in os.environ
@@ -187,7 +189,7 @@ def test_the_least_tokenizer_is_taken_in(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "printed"),
     [
         ({"name": 3}, "name is a int"),
         ({"pat_str": b"x"}, "pat_str is a bytes"),
@@ -208,8 +210,10 @@ def test_the_least_tokenizer_is_taken_in(tmp_path: Path) -> None:
         ({"extra": 1}, "exactly the fields name, pat_str"),
     ],
 )
-def test_fields_of_another_kind_end_in_a_sentence(change: dict[str, Any], said: str, tmp_path: Path) -> None:
-    assert said in refusal(tmp_path, stated({**GOOD, **change}))
+def test_fields_of_another_kind_end_in_a_sentence(
+    change: dict[str, Any], printed: str, tmp_path: Path
+) -> None:
+    assert printed in refusal(tmp_path, stated({**GOOD, **change}))
 
 
 def test_other_things_end_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,16 +170,16 @@ def test_the_faster_mode_is_chosen_among_those_allowed() -> None:
     assert warn_of_baseline(even, 16, 1024, "exact") == ""
 
 
-def test_a_second_host_that_does_not_pay_is_told() -> None:
+def test_a_second_host_that_does_not_pay_is_reported() -> None:
     """With the tokens a step from which it would pay, where there are any within reach."""
     slow_link, link = (
         predictor(Speed(0.2, 0.3, 0.1), Speed(0.3, 0.3, 0.1), bandwidth=rate) for rate in (1.2e7, 2e8)
     )
     for each in (slow_link, link):
-        said = warn_of_baseline(each, 4, 1024, "dense")
-        assert said.startswith("warning: host-1 alone is predicted to be faster than all ranks together: ")
-        assert ": 1.2 s a step instead of " in said
-        assert "(dense) at 4,096 tokens a step. " in said
+        printed = warn_of_baseline(each, 4, 1024, "dense")
+        assert printed.startswith("warning: host-1 alone is predicted to be faster than all ranks together: ")
+        assert ": 1.2 s a step instead of " in printed
+        assert "(dense) at 4,096 tokens a step. " in printed
     assert slow_link.pays_from("dense", 4) is None
     assert "not faster with 64 times as many tokens" in warn_of_baseline(slow_link, 4, 1024, "dense")
     assert all(slow_link.step("dense", rows) >= slow_link.single_host(rows)[0] for rows in range(4, 257, 4))
@@ -191,18 +191,18 @@ def test_a_second_host_that_does_not_pay_is_told() -> None:
     assert link.step("dense", from_rows - 4) >= link.single_host(from_rows - 4)[0]
 
 
-def config(**knobs: object) -> RunConfig:
-    return RunConfig.from_strings({"depth": 2, "sequence_len": 1024, "total_batch_size": 16384, **knobs})
+def config(**settings: object) -> RunConfig:
+    return RunConfig.from_strings({"depth": 2, "sequence_len": 1024, "total_batch_size": 16384, **settings})
 
 
-def test_rank_0_decides_and_says_why() -> None:
-    knobs = config(sync="auto")
+def test_rank_0_decides_and_shows_why() -> None:
+    settings = config(sync="auto")
     measured = [
         Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
         Measured(Speed(0.3, 0.3, 0.1), Link(9e7, 1e-3)),
     ]
-    placement, said = decide(
-        measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=True, obstacles={}
+    placement, printed = decide(
+        measured, PAIR, make_plan(settings, 300, 2), work(), settings, by_speed=True, obstacles={}
     )
     assert placement.shares == (12, 4)
     assert placement.owner_speeds == (1.0, 0.35)
@@ -210,17 +210,27 @@ def test_rank_0_decides_and_says_why() -> None:
     assert placement.prediction is not None
     assert placement.prediction.sync == "exact"
     assert Placement.load(json.loads(json.dumps(placement.saved()))) == placement
-    assert any("tower 12 rows, laptop 4 rows" in line for line in said)
-    assert any("tower alone" in line and "dense" in line for line in said)
-    equal, _ = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=False, obstacles={})
+    assert any("tower 12 rows, laptop 4 rows" in line for line in printed)
+    assert any("tower alone" in line and "dense" in line for line in printed)
+    equal, _ = decide(
+        measured, PAIR, make_plan(settings, 300, 2), work(), settings, by_speed=False, obstacles={}
+    )
     assert equal.shares == (8, 8)
     named, _ = decide(
-        measured, PAIR, make_plan(knobs, 300, 2), work(), config(sync="exact"), by_speed=False, obstacles={}
+        measured,
+        PAIR,
+        make_plan(settings, 300, 2),
+        work(),
+        config(sync="exact"),
+        by_speed=False,
+        obstacles={},
     )
     assert named.owner_speeds == (), "where nothing is open, a prediction changes nothing"
     dense = config(sync="dense")
-    _, said = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), dense, by_speed=False, obstacles={})
-    assert any(line.startswith("sync=auto would take exact: ") for line in said), said
+    _, printed = decide(
+        measured, PAIR, make_plan(settings, 300, 2), work(), dense, by_speed=False, obstacles={}
+    )
+    assert any(line.startswith("sync=auto would take exact: ") for line in printed), printed
     assert named.prediction is not None
 
 
@@ -233,25 +243,27 @@ BESIDE_A_GPU = [
 def test_a_gpu_that_is_faster_alone_is_left_the_run() -> None:
     asked = config(sync="auto")
     plan = make_plan(asked, 300, 2)
-    placement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles={})
-    assert said[-1].startswith("sync is auto: A step is predicted to take 0.043 s on the GPU of laptop alone")
-    assert "laptop's GPU alone" in said[0], "the table, with the figure that decides"
-    assert "tower alone, on its CPU" in said[0]
-    assert len(said) == 2, "nothing on how the ranks would have trained together"
+    placement, printed = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles={})
+    assert printed[-1].startswith(
+        "sync is auto: A step is predicted to take 0.043 s on the GPU of laptop alone"
+    )
+    assert "laptop's GPU alone" in printed[0], "the table, with the figure that decides"
+    assert "tower alone, on its CPU" in printed[0]
+    assert len(printed) == 2, "nothing on how the ranks would have trained together"
     assert placement.alone is not None
     assert (placement.alone.rank, placement.alone.seconds) == (1, 0.043)
     assert placement.alone.together > placement.alone.seconds
     assert Placement.load(json.loads(json.dumps(placement.saved()))) == placement
 
 
-def test_why_the_run_is_not_left_to_a_gpu_is_said() -> None:
+def test_why_the_run_is_not_transferred_to_a_gpu_is_reported() -> None:
     asked = config(sync="exact")
     plan = make_plan(asked, 300, 2)
     obstacles = {0: "x", 1: "sync is exact, not auto"}
-    placement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles=obstacles)
+    placement, printed = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles=obstacles)
     assert placement.alone is None
-    assert said[-1].startswith("warning: A step is predicted to take 0.043 s on the GPU of laptop alone")
-    assert said[-1].endswith("The run does not move there: sync is exact, not auto.")
+    assert printed[-1].startswith("warning: A step is predicted to take 0.043 s on the GPU of laptop alone")
+    assert printed[-1].endswith("The run does not move there: sync is exact, not auto.")
     slower = [Measured(Speed(0.1, 0.1, 0.05), None, gpu=Speed(0.01, 0.01, 0.001)), BESIDE_A_GPU[1]]
     auto = config(sync="auto")
     placement, _ = decide(slower, PAIR, plan, work(), auto, by_speed=True, obstacles={1: "its weights"})
@@ -276,22 +288,22 @@ def test_a_slow_gpu_is_not_left_the_run() -> None:
     plan = make_plan(asked, 300, 2)
     beside = BESIDE_A_GPU[0]
     slow = [beside, Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.2, 0.2, 0.1))]
-    placement, said = decide(slow, PAIR, plan, work(), asked, by_speed=True, obstacles={})
+    placement, printed = decide(slow, PAIR, plan, work(), asked, by_speed=True, obstacles={})
     assert placement.alone is None
-    assert not any("on the GPU of" in line for line in said)
+    assert not any("on the GPU of" in line for line in printed)
     small = [beside, Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu_too_small=True)]
-    _, said = decide(small, PAIR, plan, work(), asked, by_speed=True, obstacles={})
-    assert said[-1].startswith("warning: the GPU of laptop has too little memory")
+    _, printed = decide(small, PAIR, plan, work(), asked, by_speed=True, obstacles={})
+    assert printed[-1].startswith("warning: the GPU of laptop has too little memory")
 
 
 def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
     """No GPU is at hand where tests run: host-2 has a stand-in, see gpu_stand_in/sitecustomize.py."""
     stand_in = {"PYTHONPATH": f"{STAND_IN}:{ROOT}"}
-    knobs = {"sync": "auto", "num_iterations": 2}
-    pair = start(2, env=[{}, stand_in], **knobs)
+    settings = {"sync": "auto", "num_iterations": 2}
+    pair = start(2, env=[{}, stand_in], **settings)
     ends = [rank.wait(400) for rank in pair]
-    for (code, said), rank in zip(ends, pair, strict=True):
-        assert code == 1, said
+    for (code, printed), rank in zip(ends, pair, strict=True):
+        assert code == 1, printed
         outcome = rank.outcome()
         assert outcome["outcome"] == "final", outcome
         assert "train.yml transfers the run to host-2" in outcome["reason"]
@@ -300,12 +312,12 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
         assert outcome["step"] == 0
     assert "predicted, s a step (tok/s)" in ends[0][1], "the table by which it was decided"
 
-    restarted = start(2, env=[{}, stand_in], **knobs)  # as systemd does, who takes no outcome away
+    restarted = start(2, env=[{}, stand_in], **settings)  # as systemd does, who takes no outcome away
     ends = [rank.wait(400) for rank in restarted]
     assert [code for code, _ in ends] == [0, 0], ends
     assert "The run does not move there: it has restarted by itself" in ends[0][1]
 
-    by_hand = start(2, name="shares", env=[{}, stand_in], shares="3,2", **knobs)
+    by_hand = start(2, name="shares", env=[{}, stand_in], shares="3,2", **settings)
     ends = [rank.wait(400) for rank in by_hand]
     assert [code for code, _ in ends] == [0, 0], ends
     assert "The run does not move there: its shares are set by hand." in ends[0][1]
@@ -317,15 +329,15 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
     assert "warning: the GPU of rank 1 (host-2) is idle" in ends[0][1]
 
 
-def test_tables_that_differ_are_told() -> None:
+def test_tables_that_differ_are_reported() -> None:
     peers = [Peer(0, "tower", ""), Peer(1, "laptop", "")]
     compare_placements(peers, ["ab", "ab"])
     with pytest.raises(Final, match=r"rank 0 is ab, but rank 1 \(laptop\) has cd"):
         compare_placements(peers, ["ab", "cd"])
     assert rank_names([*peers, Peer(2, "laptop", "")]) == ["tower", "laptop/1", "laptop/2"]
     agreement = StepSync(Collectives(RankEnv(), []), 4)
-    told = agreement.finish(agreement.start(StepReport(2.0, 0.5, 4, shares=(4,))))
-    assert (told.loss_sum, told.seconds, told.shares, told.stop) == (2.0, [0.5], [4], False)
+    summary = agreement.finish(agreement.start(StepReport(2.0, 0.5, 4, shares=(4,))))
+    assert (summary.loss_sum, summary.seconds, summary.shares, summary.stop) == (2.0, [0.5], [4], False)
     with pytest.raises(Final, match="add up to 3 over all ranks instead of 4"):
         agreement.finish(agreement.start(StepReport(2.0, 0.5, 3)))
 
@@ -357,28 +369,28 @@ def test_shares_that_change_on_the_way_keep_the_curve(start: Start, data_dir: Pa
 
     All in float64: every loss is that of one rank alone; digests are compared after every step.
     """
-    knobs = {"dtype": "float64", "num_iterations": 16, "total_batch_size": 192, "save_every": 2}
-    knobs["sync"] = "auto"
-    slow = start(2, name="pair", faults=["slow 1 0", "slow 1 0.6"], shares="auto", **knobs)
+    settings = {"dtype": "float64", "num_iterations": 16, "total_batch_size": 192, "save_every": 2}
+    settings["sync"] = "auto"
+    slow = start(2, name="pair", faults=["slow 1 0", "slow 1 0.6"], shares="auto", **settings)
     slow[0].reach_step(12, seconds=400)
     for rank in slow:
         rank.process.kill()
-    said = [rank.wait()[1] for rank in slow]
-    assert "rows of a step: host-1" in said[0]
-    assert "predicted, s a step (tok/s)" in said[0]
+    printed = [rank.wait()[1] for rank in slow]
+    assert "rows of a step: host-1" in printed[0]
+    assert "predicted, s a step (tok/s)" in printed[0]
     tables = [
         [int(line["rows.0"]), int(line["rows.1"])]
         for line in map(json.loads, (slow[0].run_dir / "metrics.jsonl").read_text().splitlines())
         if "rows.0" in line
     ]
     assert all(sum(render_predictions) == 6 for render_predictions in tables)
-    assert tables[-1][0] > tables[-1][1], said[0]
+    assert tables[-1][0] > tables[-1][1], printed[0]
 
-    again = start(2, name="pair", shares="auto", **knobs)
+    again = start(2, name="pair", shares="auto", **settings)
     for rank in again:
         code, text = rank.wait(400)
         assert code == 0, text
-    train_here(data_dir, tmp_path / "alone", **knobs | {"sync": "dense", "save_every": 0})
+    train_here(data_dir, tmp_path / "alone", **settings | {"sync": "dense", "save_every": 0})
     assert losses(again[0].run_dir) == pytest.approx(losses(tmp_path / "alone"), rel=1e-10)
     meta = json.loads((again[0].run_dir / "checkpoints/step_000016/meta.json").read_text())
     assert meta["shares"] in tables

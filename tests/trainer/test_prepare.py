@@ -40,16 +40,16 @@ def prepared(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str
     return json.loads(capsys.readouterr().out)
 
 
-def test_it_writes_what_the_manifest_says_and_sums_up(
+def test_it_writes_what_the_manifest_lists_and_sums_up(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (source / "picture.bin").write_bytes(b"\0\1\2")
     assert run("--source", source, "--out", tmp_path / "data", "--vocab-size", 300) == 0
-    said = capsys.readouterr().out
-    assert "60 documents" in said
-    assert "1 binary or not UTF-8" in said
-    assert "2 shards" in said
-    assert "a vocabulary of 300" in said
+    printed = capsys.readouterr().out
+    assert "60 documents" in printed
+    assert "1 binary or not UTF-8" in printed
+    assert "2 shards" in printed
+    assert "a vocabulary of 300" in printed
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
         ".lock",
@@ -111,10 +111,10 @@ def test_rows_from_the_command_line(source: Path, tmp_path: Path, capsys: pytest
     prepared(capsys, "--source", source, "--out", tmp_path / "data")
     rows = ("--rows", "--data-dir", tmp_path / "data", "--sequence-len", 16)
     assert run(*rows) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("rows: digest=")
-    assert "(packed)" in said
-    assert "tokens/s" in said
+    printed = capsys.readouterr().out
+    assert printed.startswith("rows: digest=")
+    assert "(packed)" in printed
+    assert "tokens/s" in printed
     assert run(*rows) == 0
     assert "(reused)" in capsys.readouterr().out
     assert run(*rows, "--json") == 0
@@ -150,15 +150,15 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(
         assert run(*(pack if step == "--rows" else make)) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(r"^prepare: .*data.*: File too large\..*type the same again\.$", said), said
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"^prepare: .*data.*: File too large\..*type the same again\.$", printed), printed
     assert {path.name for path in out.iterdir()} - {"rows"} == here
     assert not list(out.glob("rows/[!.]*"))
     assert not list(out.glob("rows/.packing*"))
     assert run(*make) == run(*pack) == 0
 
 
-def test_progress_is_told_in_lines_with_rate_and_what_is_left(
+def test_progress_is_reported_in_lines_with_rate_and_what_is_left(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "LOG_SECONDS", 1e-9)
@@ -242,9 +242,9 @@ def test_bad_input_gets_a_sentence(
     for name, place in places.items():
         arguments = [argument.replace(name, place) for argument in arguments]
     assert run(*arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("prepare: ")
-    assert words in said
+    printed = capsys.readouterr().err
+    assert printed.startswith("prepare: ")
+    assert words in printed
 
 
 def test_the_data_room_needs_no_torch() -> None:

@@ -199,8 +199,8 @@ def test_a_resumed_run_measures_nothing_and_is_the_same_to_the_bit(start: Start,
     (first,) = start(1, name="first", **own)
     first.reach_step(1)
     (first.run_dir / "stop").touch()
-    code, said = first.wait()
-    assert code == 0, said
+    code, printed = first.wait()
+    assert code == 0, printed
     file = first.run_dir / CHOICE
     choice = json.loads(file.read_text())
     saved = json.loads((first.run_dir / first.outcome()["checkpoint"] / "meta.json").read_text())
@@ -217,13 +217,13 @@ def test_a_resumed_run_measures_nothing_and_is_the_same_to_the_bit(start: Start,
     whole_dir = tmp_path / "whole-0"
     whole_dir.mkdir()
     (whole_dir / CHOICE).write_text(json.dumps(choice))
-    code, said = second.wait()
-    assert code == 0, said
-    assert "the fastest of" not in said, "nothing is measured"
-    assert "As before: " in said
+    code, printed = second.wait()
+    assert code == 0, printed
+    assert "the fastest of" not in printed, "nothing is measured"
+    assert "As before: " in printed
     (whole,) = start(1, name="whole", **own)
-    code, said = whole.wait()
-    assert code == 0, said
+    code, printed = whole.wait()
+    assert code == 0, printed
     last = second.run_dir / second.outcome()["checkpoint"]
     assert json.loads((last / "meta.json").read_text())["numerics"] == saved["numerics"]
     assert losses(second.run_dir) == losses(whole.run_dir)
@@ -248,9 +248,9 @@ def test_a_rank_per_node_is_proposed_where_it_is_faster(
     monkeypatch.setattr(threads, "at_most_quota", lambda count: count)
     best = Measured(Candidate("all", frozenset(ALLOWED[:2])), 0.1)
     assert ranks_per_node(NODES, best, lambda: lambda: None)[0] == ranks
-    said = propose_ranks(NODES, best, lambda: lambda: None)
-    assert said.startswith("One rank on each of the 2 NUMA nodes computes 1.33 times") == (ranks == 2)
-    assert ("nproc_per_node: 2 beside this host" in said) == (ranks == 2)
+    printed = propose_ranks(NODES, best, lambda: lambda: None)
+    assert printed.startswith("One rank on each of the 2 NUMA nodes computes 1.33 times") == (ranks == 2)
+    assert ("nproc_per_node: 2 beside this host" in printed) == (ranks == 2)
     one = Topology(NODES.cpus, {0: frozenset(ALLOWED)})
     assert ranks_per_node(one, best, lambda: lambda: None) == (1, 1.0)
 
@@ -283,6 +283,6 @@ def test_ranks_that_are_as_many_as_nodes_get_one_each(bind: Bind, monkeypatch: p
     assert os.sched_getaffinity(0) == set(ALLOWED)
 
 
-def test_an_empty_binding_says_nothing() -> None:
+def test_an_empty_binding_shows_nothing() -> None:
     assert (Binding().facts(), Binding().saved()) == ({}, {"cpus": ""})
     assert " on CPUs " not in NUMERICS.describe()

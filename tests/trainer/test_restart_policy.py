@@ -131,7 +131,7 @@ def test_a_first_attempt_that_made_no_step_may_be_the_last(tmp_path: Path) -> No
     assert policy.judge(tmp_path, first_must_step=True).again
 
 
-def test_an_outcome_says_whether_nobody_wants_another_attempt(tmp_path: Path) -> None:
+def test_an_outcome_shows_whether_nobody_wants_another_attempt(tmp_path: Path) -> None:
     """Who asks for a stop means it; a host that shuts down ends its ranks by SIGTERM, unasked."""
     for outcome, settled in (("finished", None), ("stopped", None), ("stopped", False), ("retryable", None)):
         one = Attempt(tmp_path, RankEnv())

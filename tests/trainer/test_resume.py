@@ -14,7 +14,14 @@ from conftest import TINY, Start, losses
 
 from trainer.code_digest import code_digest
 
-KNOBS = {**TINY, "num_iterations": 6, "save_every": 2, "eval_every": 3, "sample_every": 2, "digest_every": 0}
+SETTINGS = {
+    **TINY,
+    "num_iterations": 6,
+    "save_every": 2,
+    "eval_every": 3,
+    "sample_every": 2,
+    "digest_every": 0,
+}
 SAVING = ["checkpoint/writer.py", "checkpoint/storage.py", "data/files.py"]
 MODULES = [
     *SAVING,
@@ -37,7 +44,7 @@ def attempts(data_dir: Path, wanted: list[tuple[Path, int | None]]) -> list[tupl
     Returns their exit codes and the lines they reached.
     """
     here = Path(__file__).parent
-    requests = [(str(path), KNOBS, at or 0, [] if at is None else MODULES) for path, at in wanted]
+    requests = [(str(path), SETTINGS, at or 0, [] if at is None else MODULES) for path, at in wanted]
     done = subprocess.run(
         [sys.executable, str(here / "killed.py")],
         input=json.dumps([str(data_dir), requests]),
@@ -107,22 +114,22 @@ def test_killed_at_every_line_that_saves(data_dir: Path, tmp_path: Path, alone: 
 
 def test_resumed_on_another_number_of_ranks(start: Start) -> None:
     """Killed with two ranks half-way, gone on with three and other shares: the curve of one rank alone."""
-    knobs = {"num_iterations": 80, "save_every": 3, "save_minutes": 0, "dtype": "float64"}
-    (alone,) = start(1, name="alone", **knobs)
-    first = start(2, name="moved", **knobs)
+    settings = {"num_iterations": 80, "save_every": 3, "save_minutes": 0, "dtype": "float64"}
+    (alone,) = start(1, name="alone", **settings)
+    first = start(2, name="moved", **settings)
     first[0].reach_step(20)
     for rank in first:
         rank.process.kill()
     for rank in first:
         rank.wait()
     assert not (first[0].run_dir / "outcome.json").exists(), "the run was over before it could be killed"
-    second = start(3, name="moved", shares="1,3,1", **knobs)
-    said = []
+    second = start(3, name="moved", shares="1,3,1", **settings)
+    printed = []
     for rank in [alone, *second]:
         code, text = rank.wait()
         assert code == 0, text
-        said.append(text)
-    assert "Resuming from the checkpoint of step" in said[1]
+        printed.append(text)
+    assert "Resuming from the checkpoint of step" in printed[1]
     assert losses(second[0].run_dir) == pytest.approx(losses(alone.run_dir), rel=1e-9)
     meta = json.loads((second[0].run_dir / "checkpoints/step_000080/meta.json").read_text())
     assert (meta["shares"], meta["rows"]) == ([1, 3, 1], 400)

@@ -65,22 +65,22 @@ def change_meta(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 
 def resume(data: Path, run_dir: Path, **changes: Any) -> tuple[Attempt, list[str]]:
-    """Resume the dense run in this process; returns its attempt and what it said."""
+    """Resume the dense run in this process; returns its attempt and its output."""
     from trainer.train import Trainer
 
     saved = json.loads((SCHEMA_1 / "dense" / "run.json").read_text())
     run_file = RunFile("dense", RunConfig.resumed(saved["config"], changes), ("host-1",))
-    env, said = RankEnv(host="host-1"), []
+    env, printed = RankEnv(host="host-1"), []
 
     log = RunLogger(env)
-    log.addFilter(lambda record: said.append(record.getMessage()) or True)
+    log.addFilter(lambda record: printed.append(record.getMessage()) or True)
     attempt = Attempt(run_dir, env)
     attempt.begin()
     try:
         attempt.end("finished", Trainer(run_file, data, run_dir, env, attempt, log).run())
     finally:
         torch.set_flush_denormal(False)  # it belongs to the thread, and the other tests run in it too
-    return attempt, said
+    return attempt, printed
 
 
 # -- checkpoints of older releases -------------------------------------------------------------------------
@@ -89,8 +89,8 @@ def resume(data: Path, run_dir: Path, **changes: Any) -> tuple[Attempt, list[str
 @pytest.mark.parametrize("schema", [SCHEMA_1, SCHEMA_2], ids=["1", "2"])
 def test_a_dense_run_of_an_older_schema_resumes(data: Path, tmp_path: Path, schema: Path) -> None:
     run_dir = Path(shutil.copytree(schema / "dense", tmp_path / "dense"))
-    _, said = resume(data, run_dir)
-    assert "Resuming from the checkpoint of step 4." in said
+    _, printed = resume(data, run_dir)
+    assert "Resuming from the checkpoint of step 4." in printed
     assert losses(run_dir) == pytest.approx(EXPECTED["dense"]["losses"], rel=TOLERANCE)
     assert json.loads((run_dir / "outcome.json").read_text())["val_bpb"] == pytest.approx(
         EXPECTED["dense"]["val_bpb"], rel=TOLERANCE
@@ -126,10 +126,10 @@ def test_a_local_run_of_schema_1_resumes_with_each_ranks_own_state(data: Path, t
             )
         )
     for process in ranks:
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, said
-        assert "Resuming from the checkpoint of step 4." in said
-        assert "has no state of rank" not in said
+        printed, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, printed
+        assert "Resuming from the checkpoint of step 4." in printed
+        assert "has no state of rank" not in printed
     assert losses(tmp_path / "rank0") == pytest.approx(EXPECTED["local"]["losses"], rel=TOLERANCE)
 
 
@@ -146,8 +146,8 @@ def test_settings_that_came_and_went(data: Path, run_dir: Path) -> None:
         meta["model_config"]["rope"] = True
 
     change_meta(run_dir, change)
-    _, said = resume(data, run_dir)
-    notes = [text for text in said if "no longer has" in text]
+    _, printed = resume(data, run_dir)
+    notes = [text for text in printed if "no longer has" in text]
     assert len(notes) == 1
     assert notes[0].endswith("they are ignored: flux (3), rope (True).")
     assert str(step_dir(run_dir)) in notes[0]
@@ -251,7 +251,7 @@ ALLOCATOR = (
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
-def test_too_little_memory_is_said_and_the_checkpoint_left(
+def test_too_little_memory_is_reported_and_the_checkpoint_left(
     run_dir: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(step_dir(run_dir), run_dir / "checkpoints" / "step_000003")

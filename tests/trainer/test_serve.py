@@ -90,7 +90,7 @@ def test_memory_that_runs_out_ends_the_answer_and_not_the_server(
     checkpoint: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of an answer, or before it."""
-    said = "The host has too little memory for this answer. Shorten the conversation"
+    printed = "The host has too little memory for this answer. Shorten the conversation"
     with serving(checkpoint) as (url, scheduler):
         engine, sound, calls = scheduler.loaded.engine, getattr(scheduler.loaded.engine, where), [0]
 
@@ -103,12 +103,12 @@ def test_memory_that_runs_out_ends_the_answer_and_not_the_server(
             return sound(*args, **options)
 
         monkeypatch.setattr(engine, where, fails)
-        with pytest.raises(openai.InternalServerError, match=said) as refused:
+        with pytest.raises(openai.InternalServerError, match=printed) as refused:
             ask(url)
         assert refused.value.status_code == 503
         if where == "step":
             calls[0] = 0
-            with pytest.raises(openai.APIError, match=said):
+            with pytest.raises(openai.APIError, match=printed):
                 list(ask(url, stream=True))
         monkeypatch.setattr(engine, where, sound)
         assert ask(url).choices

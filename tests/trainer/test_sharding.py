@@ -25,12 +25,12 @@ def saved(run_dir: Path) -> State:
 
 def test_two_ranks_of_exact_save_the_bits_of_dense(start: Start) -> None:
     """No digest refreshes the tables: a rank trains with rows that it has fetched."""
-    knobs = {"num_iterations": 12, "digest_every": 0, "save_minutes": 0, "embedding_lr": 0.3}
-    runs = {sync: start(2, name=sync, sync=sync, **knobs) for sync in ("dense", "exact")}
+    settings = {"num_iterations": 12, "digest_every": 0, "save_minutes": 0, "embedding_lr": 0.3}
+    runs = {sync: start(2, name=sync, sync=sync, **settings) for sync in ("dense", "exact")}
     for ranks in runs.values():
         for rank in ranks:
-            code, said = rank.wait()
-            assert code == 0, said
+            code, printed = rank.wait()
+            assert code == 0, printed
     dense, exact = (runs[sync][0].run_dir for sync in ("dense", "exact"))
     assert losses(exact) == losses(dense)
     one, two = saved(dense), saved(exact)
@@ -45,17 +45,17 @@ def test_two_ranks_of_exact_save_the_bits_of_dense(start: Start) -> None:
 @pytest.mark.parametrize("sync", ["exact", "fast"])
 def test_state_that_two_ranks_have_saved_is_resumed_by_three(sync: str, start: Start) -> None:
     """The curve is that of one rank, though each rank resumes with the state of other rows."""
-    knobs = {"sync": sync, "dtype": "float64", "digest_every": 4, "save_minutes": 0, "eval_every": 5}
+    settings = {"sync": sync, "dtype": "float64", "digest_every": 4, "save_minutes": 0, "eval_every": 5}
     runs = {"alone": (1, 1), "moved": (2, 3)}
     for part, steps in enumerate((8, 16)):
         ranks = [
             rank
             for name, sizes in runs.items()
-            for rank in start(sizes[part], name=name, num_iterations=steps, **knobs)
+            for rank in start(sizes[part], name=name, num_iterations=steps, **settings)
         ]
         for rank in ranks:
-            code, said = rank.wait()
-            assert code == 0, said
+            code, printed = rank.wait()
+            assert code == 0, printed
     alone, moved = (losses(ranks[0].run_dir.parent / f"{name}-0") for name in runs)
     assert len(alone) == 16
     assert moved == pytest.approx(alone, rel=1e-9 if sync == "exact" else 2e-2)

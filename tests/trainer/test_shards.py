@@ -156,9 +156,9 @@ def test_checksums_beside_them_or_given_are_held_against_them(
     wrong = tmp_path / "wrong"
     wrong.write_text("".join(lines).replace(digests(upstream)["shard_00001.parquet"], "0" * 64))
     assert run("--shards", upstream, "--out", tmp_path / "two", "--sha256", wrong) == 2
-    said = capsys.readouterr().err
-    assert f"The shard {upstream / 'shard_00001.parquet'} is damaged" in said
-    assert "0" * 64 in said
+    printed = capsys.readouterr().err
+    assert f"The shard {upstream / 'shard_00001.parquet'} is damaged" in printed
+    assert "0" * 64 in printed
     assert not (tmp_path / "two" / "manifest.json").exists()
 
 
@@ -201,10 +201,10 @@ def test_damage_is_named_and_leaves_nothing(
     ):
         path.write_bytes(damage)
         assert run("--shards", upstream, "--out", tmp_path / "data", "--vocab-size", 300) == 2
-        said = capsys.readouterr().err
-        assert f"{path}" in said
-        assert words in said
-        assert "Traceback" not in said
+        printed = capsys.readouterr().err
+        assert f"{path}" in printed
+        assert words in printed
+        assert "Traceback" not in printed
         assert [each.name for each in (tmp_path / "data").iterdir()] == [".lock"]
 
 

@@ -35,16 +35,16 @@ from trainer.sync.modes import make_sync
 @pytest.mark.parametrize("sync", ["dense", "exact"])
 def test_float64_curve_is_that_of_one_rank(sync: str, start: Start, data_dir: Path, tmp_path: Path) -> None:
     """1, 2 and 3 ranks, 5 rows a step: 5, 1+4 and 2+2+1. Digests are compared after every step."""
-    knobs = {"dtype": "float64", "num_iterations": 20, "sync": sync}
-    runs = [start(2, name="of2", shares="1,4", **knobs), start(3, name="of3", **knobs)]
-    train_here(data_dir, tmp_path / "alone", **knobs | {"sync": "dense"})
+    settings = {"dtype": "float64", "num_iterations": 20, "sync": sync}
+    runs = [start(2, name="of2", shares="1,4", **settings), start(3, name="of3", **settings)]
+    train_here(data_dir, tmp_path / "alone", **settings | {"sync": "dense"})
     alone = losses(tmp_path / "alone")
     assert len(alone) == 20
     assert alone[-1] < alone[0] - 0.5
     for ranks in runs:
         for rank in ranks:
-            code, said = rank.wait()
-            assert code == 0, said
+            code, printed = rank.wait()
+            assert code == 0, printed
         assert losses(ranks[0].run_dir) == pytest.approx(alone, rel=1e-10)
         shares = [1, 4] if len(ranks) == 2 else [2, 2, 1]
         check_predicted(sync, ranks[0].run_dir, data_dir, shares, size=8)
@@ -65,8 +65,8 @@ def test_float32_curve_with_an_old_cpu_among_the_ranks(
     alone = losses(tmp_path / "alone")
     for ranks in (pair, three):
         for rank in ranks:
-            code, said = rank.wait()
-            assert code == 0, said
+            code, printed = rank.wait()
+            assert code == 0, printed
         assert losses(ranks[0].run_dir)[:5] == pytest.approx(alone[:5], rel=1e-6)
         assert losses(ranks[0].run_dir) == pytest.approx(alone, rel=1e-3)
     step = json.loads((pair[0].run_dir / "metrics.jsonl").read_text().splitlines()[1])
@@ -87,8 +87,8 @@ def test_fast_ranks_stay_bitwise_equal_and_near_the_curve(
     alone = losses(tmp_path / "alone")
     for ranks in (pair, three):
         for rank in ranks:
-            code, said = rank.wait()
-            assert code == 0, said
+            code, printed = rank.wait()
+            assert code == 0, printed
         assert losses(ranks[0].run_dir) == pytest.approx(alone, rel=1e-2)
         shares = [3, 2] if len(ranks) == 2 else [1, 3, 1]
         check_predicted("fast", ranks[0].run_dir, data_dir, shares)
@@ -191,11 +191,11 @@ def test_a_rank_that_differs_from_most_is_named_with_the_parameter(tmp_path: Pat
     model.init_weights()
     names = [name for name, _ in model.named_parameters()]
     assert ParameterCheck(OddGroup([0, 1, 0], len(names)), model, tmp_path)(50) == ""
-    said = what_differs([0, 1, 0], model, tmp_path)
+    printed = what_differs([0, 1, 0], model, tmp_path)
     parameters = f"{names[3]} and {len(names) - 4} more"
-    assert f"Rank 1 (host-2) differs from most ranks in the parameter {parameters}." in said
-    assert "remove the host from the inventory" in said
-    assert "ank 0" not in said
+    assert f"Rank 1 (host-2) differs from most ranks in the parameter {parameters}." in printed
+    assert "remove the host from the inventory" in printed
+    assert "ank 0" not in printed
 
 
 @pytest.mark.parametrize(
@@ -212,25 +212,25 @@ def test_without_a_majority_all_are_named_and_nobody_is_accused(
     groups: list[int], who: str, tmp_path: Path
 ) -> None:
     model = GPT(GPTConfig.from_depth(1, 300, 32, aspect_ratio=32, head_dim=32))
-    said = what_differs(groups, model, tmp_path)
-    assert f"no majority shows which is right: {who}." in said
-    assert "remove the host" not in said
-    assert "start the run again on all of them: it resumes from its last checkpoint" in said
+    printed = what_differs(groups, model, tmp_path)
+    assert f"no majority shows which is right: {who}." in printed
+    assert "remove the host" not in printed
+    assert "start the run again on all of them: it resumes from its last checkpoint" in printed
 
 
 def test_a_lost_peer_is_named_by_its_address() -> None:
     peers = [Peer(0, "a", "10.0.0.1"), Peer(1, "b", "10.0.0.2"), Peer(2, "c", "10.0.0.3")]
     group = Collectives(RankEnv(world_size=3), peers)
-    said = group._name_peer(
+    printed = group._name_peer(
         "[/pytorch/gloo/pair.cc:537] Connection closed by peer [10.0.0.3]:20011. This may be"
     )
-    assert said.startswith("Lost rank 2 (c): its process or its host is gone (Connection closed by peer")
-    assert "This may" not in said
-    said = group._name_peer("Timed out waiting 100ms for recv")
-    assert said.startswith("rank 1 (b) or rank 2 (c) did not answer in time")
+    assert printed.startswith("Lost rank 2 (c): its process or its host is gone (Connection closed by peer")
+    assert "This may" not in printed
+    printed = group._name_peer("Timed out waiting 100ms for recv")
+    assert printed.startswith("rank 1 (b) or rank 2 (c) did not answer in time")
 
 
-def test_what_nccl_says_becomes_a_lost_peer_too() -> None:
+def test_what_nccl_shows_becomes_a_lost_peer_too() -> None:
     """Messages as NCCL and torch word them; no GPU was there to say them."""
     group = Collectives(RankEnv(world_size=2), [Peer(0, "a", "10.0.0.1"), Peer(1, "b", "10.0.0.2")])
     late = (
@@ -256,14 +256,14 @@ def test_contract_names_the_odd_host_and_field() -> None:
         for rank, (host, seed) in enumerate([("tower", "42"), ("laptop", "43"), ("attic", "42")])
     ]
     assert compare([records[0], records[2]]) == {}
-    said, table = explain(compare(records), records)
-    assert "config.seed is 42, but rank 1 (laptop) has 43" in said
-    assert "torch" not in said
+    printed, table = explain(compare(records), records)
+    assert "config.seed is 42, but rank 1 (laptop) has 43" in printed
+    assert "torch" not in printed
     assert table.splitlines()[-1].split() == ["config.seed", "42", "43", "42"]
     assert check_consistency(None, records[0], 1) == [records[0]]
 
 
-def test_what_is_wrong_on_one_host_is_said_on_all() -> None:
+def test_what_is_wrong_on_one_host_is_reported_on_all() -> None:
     env = RankEnv(world_size=2, master_addr="127.0.0.1", master_port=free_port(), agent_store=True)
     server = dist.TCPStore("127.0.0.1", env.master_port, is_master=True, timeout=timedelta(seconds=5))
     records = [
@@ -281,7 +281,7 @@ def test_what_is_wrong_on_one_host_is_said_on_all() -> None:
     del server
 
 
-def test_a_store_of_the_past_and_an_absent_rank_are_told_apart() -> None:
+def test_a_store_of_the_past_and_an_absent_rank_are_distinguished() -> None:
     env = RankEnv(rank=0, world_size=2, master_addr="127.0.0.1", master_port=free_port(), agent_store=True)
     with pytest.raises(Retryable, match="did not answer within 1 s"):
         join_store(env, "run", seconds=1)

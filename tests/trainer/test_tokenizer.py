@@ -134,6 +134,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
         Tokenizer.load(tmp_path)
 
 
-def test_a_missing_file_says_how_to_make_it(tmp_path: Path) -> None:
+def test_a_missing_file_shows_how_to_make_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="python -m trainer prepare"):
         Tokenizer.load(tmp_path)

@@ -111,10 +111,10 @@ def server(mlflow: Path, tmp_path: Path) -> Iterator[Server]:
 
 
 def train(
-    data_dir: Path, run_dir: Path, uri: str, log: Path | None = None, **knobs: Any
+    data_dir: Path, run_dir: Path, uri: str, log: Path | None = None, **settings: Any
 ) -> subprocess.Popen[str]:
     given = flags(
-        {**TINY, "tracker": "mlflow", "num_iterations": 400, "save_every": 50, "eval_every": 50} | knobs
+        {**TINY, "tracker": "mlflow", "num_iterations": 400, "save_every": 50, "eval_every": 50} | settings
     )
     command = [
         sys.executable,
@@ -215,9 +215,9 @@ def test_after_the_run_it_is_sent_and_sent_again(server: Server, data_dir: Path,
     run_dir = tmp_path / "run"
     server.stop()
     run = train(data_dir, run_dir, server.uri)
-    said, _ = run.communicate(timeout=300)
-    assert run.returncode == 0, said
-    assert "training continues without it" in said
+    printed, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, printed
+    assert "training continues without it" in printed
     server.start()
     assert track(run_dir, server.uri) == 0
     begun = check_equal(server.uri, run_dir)

@@ -39,8 +39,12 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Tracker]]:
     """Make trackers of the run in tmp_path, which are closed when the test is over."""
     made: list[Tracker] = []
 
-    def make(uri: str, resume_step: int = 0, facts: Facts = FACTS, said: list[str] | None = None) -> Tracker:
-        made.append(Tracker(tmp_path, resume_step, facts, uri, (said if said is not None else []).append))
+    def make(
+        uri: str, resume_step: int = 0, facts: Facts = FACTS, printed: list[str] | None = None
+    ) -> Tracker:
+        made.append(
+            Tracker(tmp_path, resume_step, facts, uri, (printed if printed is not None else []).append)
+        )
         return made[-1]
 
     yield make
@@ -54,17 +58,17 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Tracker]]:
 def test_a_server_in_health_has_everything_once(
     server: StandIn, begin: Callable[..., Tracker], tmp_path: Path, track: Track
 ) -> None:
-    said: list[str] = []
-    notes = begin(server.uri, said=said)
+    printed: list[str] = []
+    notes = begin(server.uri, printed=printed)
     steps(notes, 1, 500)
     notes.sample(250, "Once upon a time")
     notes.core(250, "Task, Accuracy, Centered\n")
     notes.step(500, {"val_bpb": 1.25})
-    until(lambda: any("Tracked at" in line for line in said), "it says where")
+    until(lambda: any("Tracked at" in line for line in printed), "it says where")
     assert track(server.uri)[0] == 2, "the run itself is sending"
     end(tmp_path, "finished")
     notes.close("finished")
-    assert not any("lacks" in line for line in said)
+    assert not any("lacks" in line for line in printed)
 
     run = server.run
     assert server.history("train/step_loss") == [(step, 3.0 - 0.01 * step) for step in range(1, 501)]
@@ -91,10 +95,10 @@ def test_the_link_has_the_address_that_people_reach(
     server: StandIn, begin: Callable[..., Tracker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NANOFLEET_TRACKER_PAGE", "http://tower:5000")
-    said: list[str] = []
-    begin(server.uri, said=said)
-    until(lambda: said, "it says where")
-    assert said[0].startswith("Tracked at http://tower:5000/#/experiments/")
+    printed: list[str] = []
+    begin(server.uri, printed=printed)
+    until(lambda: printed, "it says where")
+    assert printed[0].startswith("Tracked at http://tower:5000/#/experiments/")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +108,7 @@ def test_the_link_has_the_address_that_people_reach(
         (200, b"<p>hello</p>", "it answers something other than JSON"),
     ],
 )
-def test_what_answers_but_is_no_mlflow_is_told_so(
+def test_what_answers_but_is_no_mlflow_is_reported(
     begin: Callable[..., Tracker], tmp_path: Path, track: Track, status: int, body: bytes, says: str
 ) -> None:
     class Page(BaseHTTPRequestHandler):
@@ -133,16 +137,16 @@ def test_what_answers_but_is_no_mlflow_is_told_so(
 def test_a_server_that_is_away_gets_it_afterwards(
     begin: Callable[..., Tracker], tmp_path: Path, track: Track
 ) -> None:
-    port, said = free_port(), list[str]()
-    notes = begin(f"http://127.0.0.1:{port}", said=said)
+    port, printed = free_port(), list[str]()
+    notes = begin(f"http://127.0.0.1:{port}", printed=printed)
     steps(notes, 1, 3000)
-    until(lambda: said, "it says that the server is away")
+    until(lambda: printed, "it says that the server is away")
     began = time.monotonic()
     notes.close("finished")
     assert time.monotonic() - began < tracker.STALLED_SECONDS - 1, "it waits for no server that is away"
-    assert len(said) == 2, said
-    assert "does not answer (Connection refused); training continues without it" in said[0]
-    assert f"python -m trainer track --run-dir {tmp_path}" in said[1]
+    assert len(printed) == 2, printed
+    assert "does not answer (Connection refused); training continues without it" in printed[0]
+    assert f"python -m trainer track --run-dir {tmp_path}" in printed[1]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3000
 
     end(tmp_path, "stopped")
@@ -159,18 +163,18 @@ def test_a_server_that_is_away_gets_it_afterwards(
 
 
 def test_a_server_that_comes_back_gets_what_it_missed(begin: Callable[..., Tracker], tmp_path: Path) -> None:
-    server, said = StandIn(), list[str]()
-    notes = begin(server.uri, said=said)
+    server, printed = StandIn(), list[str]()
+    notes = begin(server.uri, printed=printed)
     steps(notes, 1, 10)
     until(lambda: server.runs and len(server.history("train/step_loss")) == 10, "the first steps arrive")
     server.close()
     kept = server.experiments, server.runs
     steps(notes, 11, 20)
-    until(lambda: any("training continues without it" in line for line in said), "it says that it is away")
+    until(lambda: any("training continues without it" in line for line in printed), "it says that it is away")
     server = StandIn(server.port)
     server.experiments, server.runs = kept
     until(lambda: len(server.history("train/step_loss")) == 20, "the missed steps arrive")
-    until(lambda: any("is back" in line for line in said), "it says that it is back")
+    until(lambda: any("is back" in line for line in printed), "it says that it is back")
     notes.close("finished")
     assert server.run["status"] == "FINISHED"
     server.close()
@@ -191,14 +195,14 @@ def test_a_sick_server_is_not_waited_for(
     monkeypatch.setattr(tracker, "PATIENCE", 1.0)
     monkeypatch.setattr(tracker, "STALLED_SECONDS", 2.0)
     server.illness = illness
-    said: list[str] = []
-    notes = begin(server.uri, said=said)
+    printed: list[str] = []
+    notes = begin(server.uri, printed=printed)
     steps(notes, 1, 100)
-    until(lambda: any("does not answer" in line for line in said), "it says so")
+    until(lambda: any("does not answer" in line for line in printed), "it says so")
     began = time.monotonic()
     notes.close("finished")
     assert time.monotonic() - began < tracker.CLOSING_SECONDS / 2
-    assert "lacks the end" in said[-1]
+    assert "lacks the end" in printed[-1]
     server.illness = ""
     end(tmp_path, "finished")
     status, text = track(server.uri)
@@ -220,14 +224,14 @@ def test_in_a_hurry_a_second_is_all(server: StandIn, begin: Callable[..., Tracke
 def test_a_server_that_lost_the_run_gets_all_of_it_again(
     server: StandIn, begin: Callable[..., Tracker]
 ) -> None:
-    said: list[str] = []
-    notes = begin(server.uri, said=said)
+    printed: list[str] = []
+    notes = begin(server.uri, printed=printed)
     steps(notes, 1, 10)
     until(lambda: server.runs and len(server.history("train/step_loss")) == 10, "the first steps arrive")
     server.lose_everything()
     steps(notes, 11, 20)
     until(lambda: server.runs and len(server.history("train/step_loss")) == 20, "all steps are there again")
-    assert any("has lost this run" in line for line in said)
+    assert any("has lost this run" in line for line in printed)
     notes.close("finished")
     assert server.run["params"]["depth"] == "2"
 
@@ -307,8 +311,8 @@ def test_a_sender_that_died_is_started_again(
     server: StandIn, begin: Callable[..., Tracker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracker, "RESTART_SECONDS", (0.1,))
-    said: list[str] = []
-    notes = begin(server.uri, said=said)
+    printed: list[str] = []
+    notes = begin(server.uri, printed=printed)
     steps(notes, 1, 5)
     until(lambda: server.runs and len(server.history("train/step_loss")) == 5, "the first steps arrive")
     children = psutil.Process(os.getpid()).children()
@@ -316,7 +320,7 @@ def test_a_sender_that_died_is_started_again(
     sender.kill()
     steps(notes, 6, 9)
     until(lambda: len(server.history("train/step_loss")) == 9, "the later steps arrive")
-    assert any("was ended by signal 9; it restarts in 0.1 s" in line for line in said)
+    assert any("was ended by signal 9; it restarts in 0.1 s" in line for line in printed)
 
 
 def test_what_a_library_prints_ends_no_tracking(
@@ -337,17 +341,17 @@ def test_what_a_library_prints_ends_no_tracking(
         "        os.write(fd, b'what is this\\n[1]\\n3\\n\\xff\\n{\"figures\": 1}\\n')\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    said: list[str] = []
-    notes = begin(server.uri, said=said)
+    printed: list[str] = []
+    notes = begin(server.uri, printed=printed)
     steps(notes, 1, 10)
-    until(lambda: any("Tracked at" in line for line in said), "it says where")
+    until(lambda: any("Tracked at" in line for line in printed), "it says where")
     until(lambda: len(server.history("train/step_loss")) == 10, "the steps arrive")
     notes.close("finished")
     assert server.run["status"] == "FINISHED"
     assert "a library greets" in capfd.readouterr().err
-    assert sum("wrote no valid message" in line for line in said) == 5, said
-    assert any(line.endswith("no valid message: what is this") for line in said)
-    assert not any("lacks" in line for line in said)
+    assert sum("wrote no valid message" in line for line in printed) == 5, printed
+    assert any(line.endswith("no valid message: what is this") for line in printed)
+    assert not any("lacks" in line for line in printed)
 
 
 def test_a_sender_that_cannot_start_is_tried_less_and_less_often(
@@ -358,36 +362,36 @@ def test_a_sender_that_cannot_start_is_tried_less_and_less_often(
         "import os, sys\nif '--run-dir' in sys.orig_argv:\n    os._exit(3)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    said: list[str] = []
-    begin("http://127.0.0.1:1", said=said)
-    until(lambda: len(said) >= 4, "it is started again and again")
-    assert [line.rpartition(" in ")[2] for line in said[:4]] == ["0.05 s.", "0.1 s.", "0.2 s.", "0.2 s."]
-    assert all("the process that sends to the tracker ended with exit code 3" in line for line in said[:4])
+    printed: list[str] = []
+    begin("http://127.0.0.1:1", printed=printed)
+    until(lambda: len(printed) >= 4, "it is started again and again")
+    assert [line.rpartition(" in ")[2] for line in printed[:4]] == ["0.05 s.", "0.1 s.", "0.2 s.", "0.2 s."]
+    assert all("the process that sends to the tracker ended with exit code 3" in line for line in printed[:4])
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    until(lambda: "could not be started (No such file or directory)" in said[-1], "nor can it be executed")
+    until(lambda: "could not be started (No such file or directory)" in printed[-1], "nor can it be executed")
 
 
 def test_a_lag_is_reported_with_its_length_and_its_end(
     begin: Callable[..., Tracker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracker, "PATIENCE", 5.0)  # also the lag that is reported
-    server, said = StandIn(), list[str]()
-    notes = begin(server.uri, said=said)
+    server, printed = StandIn(), list[str]()
+    notes = begin(server.uri, printed=printed)
     steps(notes, 1, 10)
     until(lambda: server.runs and len(server.history("train/tok_per_sec")) == 10, "the first steps arrive")
     server.close()
     kept = server.experiments, server.runs
     steps(notes, 11, 20)
-    until(lambda: any("training continues without it" in line for line in said), "it says that it is away")
-    assert not any("behind" in line for line in said), "not before it lasts"
-    until(lambda: any("behind" in line for line in said), "the lag is reported")
-    (report,) = (line for line in said if "behind" in line)
+    until(lambda: any("training continues without it" in line for line in printed), "it says that it is away")
+    assert not any("behind" in line for line in printed), "not before it lasts"
+    until(lambda: any("behind" in line for line in printed), "the lag is reported")
+    (report,) = (line for line in printed if "behind" in line)
     assert report.startswith(f"warning: The tracker at {server.uri} is 20 figures behind, since ")
     steps(notes, 21, 30)
     server = StandIn(server.port)
     server.experiments, server.runs = kept
-    until(lambda: any("has caught up with metrics.jsonl" in line for line in said), "it says so")
-    assert sum("behind" in line for line in said) == 1, "once for a while"
+    until(lambda: any("has caught up with metrics.jsonl" in line for line in printed), "it says so")
+    assert sum("behind" in line for line in printed) == 1, "once for a while"
     assert len(server.history("train/step_loss")) == 30
     server.close()
 
@@ -401,7 +405,7 @@ def test_a_lag_is_reported_with_its_length_and_its_end(
         (["--run-dir", ".", "--tracker-uri", "http://127.0.0.1:1"], "facts.json cannot be read"),
     ],
 )
-def test_what_cannot_be_tracked_is_told_in_a_sentence(
+def test_what_cannot_be_tracked_is_reported_in_a_sentence(
     arguments: list[str], says: str, tmp_path: Path
 ) -> None:
     done = subprocess.run(
@@ -423,7 +427,7 @@ def test_what_cannot_be_tracked_is_told_in_a_sentence(
 def test_a_run_without_a_tracker_can_be_sent_later(
     server: StandIn, data_dir: Path, tmp_path: Path, track: Track
 ) -> None:
-    """All knobs and what follows from them are params, digests and hosts are tags."""
+    """All settings and what follows from them are params, digests and hosts are tags."""
     attempt = train_here(data_dir, tmp_path)
     assert not server.requests
     assert attempt.path.exists()

@@ -47,8 +47,8 @@ def test_stopped_and_resumed_equals_uninterrupted(
     first[0].reach_step(2)
     (first[0].run_dir / "stop").touch()
     for rank in first:
-        code, said = rank.wait()
-        assert code == 0, said
+        code, printed = rank.wait()
+        assert code == 0, printed
         assert rank.outcome()["outcome"] == "stopped"
     stopped = first[0].outcome()
     assert 2 <= stopped["step"] < 24
@@ -56,12 +56,12 @@ def test_stopped_and_resumed_equals_uninterrupted(
 
     second = start(2, num_iterations=24)
     for rank in second:
-        code, said = rank.wait()
-        assert code == 0, said
-        assert f"Resuming from the checkpoint of step {stopped['step']}." in said
+        code, printed = rank.wait()
+        assert code == 0, printed
+        assert f"Resuming from the checkpoint of step {stopped['step']}." in printed
         assert rank.outcome()["outcome"] == "finished"
-    said = torchrun.communicate(timeout=60)[0]
-    assert torchrun.returncode == 0, said
+    printed = torchrun.communicate(timeout=60)[0]
+    assert torchrun.returncode == 0, printed
 
     resumed = second[0].run_dir
     assert losses(resumed) == losses(whole)
@@ -79,7 +79,7 @@ def test_stopped_and_resumed_equals_uninterrupted(
     assert (whole / "sample.txt").read_text().strip() == outcome["sample"].strip()
     beats = [json.loads((whole / f"heartbeat-{rank}.json").read_text()) for rank in (0, 1)]
     assert [(beat["phase"], beat["step"]) for beat in beats] == [("done", 24)] * 2
-    lines = [line for line in said.splitlines() if line.startswith("[rank 0] ")]
+    lines = [line for line in printed.splitlines() if line.startswith("[rank 0] ")]
     assert any("bits per byte" in line for line in lines)
     assert any("transformer_matrices" in line for line in lines)
 
@@ -105,15 +105,15 @@ def test_a_second_process_in_a_run_directory_is_refused(start: Start, tmp_path: 
     (first,) = start(1, num_iterations=100_000, eval_every=0)  # an evaluation would save a checkpoint
     first.reach_step(1)
     (second,) = start(1, num_iterations=100_000)
-    code, said = second.wait()
+    code, printed = second.wait()
     assert code == 2
-    assert f"Another process (PID {first.process.pid}) trains as rank 0 in {first.run_dir}." in said
+    assert f"Another process (PID {first.process.pid}) trains as rank 0 in {first.run_dir}." in printed
     assert not (first.run_dir / "outcome.json").exists()
     first.process.kill()
     first.wait()
     (third,) = start(1)
-    code, said = third.wait()
-    assert code == 0, said
+    code, printed = third.wait()
+    assert code == 0, printed
 
 
 @pytest.mark.processes
@@ -144,15 +144,15 @@ def test_a_killed_torchrun_leaves_no_rank_behind(data_dir: Path, tmp_path: Path)
 def test_ranks_that_differ_end_with_a_table(start: Start) -> None:
     ranks = start(2, per_rank=[{"shares": "2,3"}, {"seed": 43, "shares": "3,2"}])
     for rank in ranks:
-        code, said = rank.wait()
-        assert code == 1, said
-        assert "config.seed is 42, but rank 1 (host-2) has 43" in said
-        assert "Traceback" not in said
-        assert "config.seed  42" in said
+        code, printed = rank.wait()
+        assert code == 1, printed
+        assert "config.seed is 42, but rank 1 (host-2) has 43" in printed
+        assert "Traceback" not in printed
+        assert "config.seed  42" in printed
         assert rank.outcome()["outcome"] == "final"
         assert "\n" not in rank.outcome()["reason"]
-        assert re.search(r"\n\[rank \d\]   shares +2,3 +3,2\n", said)
-        assert "run file" not in said
+        assert re.search(r"\n\[rank \d\]   shares +2,3 +3,2\n", printed)
+        assert "run file" not in printed
         assert rank.outcome()["step"] == 0
     beats = [json.loads((rank.run_dir / f"heartbeat-{n}.json").read_text()) for n, rank in enumerate(ranks)]
     assert [beat["phase"] for beat in beats] == ["load", "load"]  # no collective was entered
@@ -165,13 +165,13 @@ def test_a_killed_peer_is_named_and_worth_a_retry(start: Start) -> None:
     ranks[0].reach_step(2)
     ranks[1].process.kill()
     began = time.monotonic()
-    code, said = ranks[0].wait()
+    code, printed = ranks[0].wait()
     assert time.monotonic() - began < 60, "it does not wait for a collective's time-out"
     assert code == 75
     outcome = ranks[0].outcome()
-    assert outcome["outcome"] == "retryable", said
+    assert outcome["outcome"] == "retryable", printed
     assert "Lost rank 1 (host-2)" in outcome["reason"]
-    assert "Traceback" not in said
+    assert "Traceback" not in printed
 
 
 def test_a_loss_that_is_no_number_is_final(data_dir: Path, tmp_path: Path) -> None:
@@ -181,13 +181,13 @@ def test_a_loss_that_is_no_number_is_final(data_dir: Path, tmp_path: Path) -> No
 
 
 def test_sigterm_ends_a_rank_with_an_outcome(start: Start) -> None:
-    (told,) = start(1, num_iterations=100_000)
-    told.reach_step(1)
-    told.process.send_signal(signal.SIGTERM)
-    code, said = told.wait()
+    (asked,) = start(1, num_iterations=100_000)
+    asked.reach_step(1)
+    asked.process.send_signal(signal.SIGTERM)
+    code, printed = asked.wait()
     assert code == 128 + signal.SIGTERM
-    assert told.outcome()["outcome"] == "stopped", said
-    assert told.outcome()["loss"] is not None
+    assert asked.outcome()["outcome"] == "stopped", printed
+    assert asked.outcome()["loss"] is not None
 
 
 def test_heartbeat_states_phase_and_keeps_time(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is said of ranks that do not go on, how they are asked, and what a host tells of itself."""
+"""What is reported of ranks that make no progress, how they are asked, and what a host reports of itself."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_late_is_a_minute_or_five_medians(tmp_path: Path, monkeypatch: pytest.Mo
             stall_seconds()
 
 
-def test_a_rank_that_stood_still_says_so_until_it_has_come_further(tmp_path: Path) -> None:
+def test_a_rank_that_stood_still_reports_it_until_it_has_come_further(tmp_path: Path) -> None:
     run_status = RunStatus(tmp_path, RankEnv(), "run")
     watchdog = Watchdog(run_status, RankEnv(), tmp_path, Attempt(tmp_path, RankEnv()), RunLogger(RankEnv()))
     run_status.enter("backward")
@@ -253,7 +253,7 @@ def test_a_wait_between_computations_is_time_of_sync(tmp_path: Path) -> None:
     assert run_status.record().position == "sync of step 1"
 
 
-def test_heat_where_linux_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heat_where_linux_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree of files as under /sys: no test can heat a CPU."""
     monkeypatch.setattr(sensors, "THERMAL", tmp_path / "thermal")
     monkeypatch.setattr(sensors, "CPU", tmp_path / "cpu")
@@ -290,7 +290,7 @@ def test_the_wire_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert NetworkInterface("192.0.2.77").read() == {"interface": "", "up": None, "received": None}
 
 
-def test_ranks_elsewhere_than_the_run_file_says_are_refused() -> None:
+def test_ranks_on_other_hosts_than_in_the_run_file_are_refused() -> None:
     def records(*hosts: str) -> list[Record]:
         return [Record(rank, host, "", {"hosts": "tower laptop"}, {}) for rank, host in enumerate(hosts)]
 

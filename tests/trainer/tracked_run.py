@@ -42,7 +42,7 @@ Track = Callable[[str], tuple[int, str]]
 
 @pytest.fixture
 def track(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Track:
-    """Type `python -m trainer track` for the run in tmp_path: its exit code and what it said."""
+    """Type `python -m trainer track` for the run in tmp_path: its exit code and its output."""
     for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
         monkeypatch.setenv(name, "1")  # what it sets is taken back after the test
 

@@ -55,8 +55,10 @@ def test_commands_carry_what_this_one_was_given(options: str) -> None:
     indirect=True,
 )
 def test_a_command_that_was_typed_by_name_names_others_so() -> None:
-    said = plugin.as_typed(f"{SAID} Set it up: ansible-playbook setup.yml. Go on: ansible-playbook lab.yml")
-    assert said == (
+    printed = plugin.as_typed(
+        f"{SAID} Set it up: ansible-playbook setup.yml. Go on: ansible-playbook lab.yml"
+    )
+    assert printed == (
         "See it: ansible-playbook -i /else/where nanofleet.fleet.status. "
         "Is it on? Try: ansible -i /else/where b -m ping "
         "Set it up: ansible-playbook -i /else/where -e store_port=29511 nanofleet.fleet.setup. "
@@ -74,12 +76,12 @@ def test_what_is_no_command_on_the_fleet_stays() -> None:
 @pytest.mark.usefixtures("_given")
 @pytest.mark.parametrize(
     "_given",
-    [{"extra_vars": ("data_dir=/my/data depth=4", "@knobs.yml", '{"store_port": 1}', "store_port=29511")}],
+    [{"extra_vars": ("data_dir=/my/data depth=4", "@settings.yml", '{"store_port": 1}', "store_port=29511")}],
     indirect=True,
 )
-def test_setup_is_told_where_the_data_are() -> None:
-    said = plugin.as_typed("Type: ansible-playbook setup.yml, then ansible-playbook train.yml -e run_id=a")
-    assert said == (
+def test_setup_gets_the_path_of_the_data() -> None:
+    printed = plugin.as_typed("Type: ansible-playbook setup.yml, then ansible-playbook train.yml -e run_id=a")
+    assert printed == (
         "Type: ansible-playbook -e data_dir=/my/data -e store_port=29511 setup.yml, "
         "then ansible-playbook train.yml -e run_id=a"
     )
@@ -88,27 +90,32 @@ def test_setup_is_told_where_the_data_are() -> None:
 @pytest.mark.usefixtures("_given")
 @pytest.mark.parametrize("_given", [{}, {"extra_vars": ("data_dir=/my/data",)}], indirect=True)
 def test_setup_is_not_sent_to_a_folder_without_data(tmp_path: Path) -> None:
-    said = "Send the data again: ansible-playbook setup.yml"
+    printed = "Send the data again: ansible-playbook setup.yml"
     given = "data_dir=/my/data" in str(context.CLIARGS.get("extra_vars"))
     folder = "/my/data" if given else "FOLDER"
-    assert plugin.as_typed(said, str(tmp_path)).endswith(f"ansible-playbook -e data_dir={folder} setup.yml")
+    assert plugin.as_typed(printed, str(tmp_path)).endswith(
+        f"ansible-playbook -e data_dir={folder} setup.yml"
+    )
     (tmp_path / "manifest.json").touch()
-    assert ("data_dir" in plugin.as_typed(said, str(tmp_path))) == given
+    assert ("data_dir" in plugin.as_typed(printed, str(tmp_path))) == given
 
 
 def test_every_command_in_a_message_of_a_task_goes_through_it() -> None:
     for path in sorted((ROOT / "roles").glob("*/tasks/*.yml")):
-        for said in _messages(yaml.safe_load(path.read_text())):
+        for printed in _messages(yaml.safe_load(path.read_text())):
             left = re.sub(
-                r"\{\{(?:(?!\}\}).)*\| nanofleet\.fleet\.as_typed(?:\(\w+\))? \}\}", "", said, flags=re.DOTALL
+                r"\{\{(?:(?!\}\}).)*\| nanofleet\.fleet\.as_typed(?:\(\w+\))? \}\}",
+                "",
+                printed,
+                flags=re.DOTALL,
             )
-            assert not plugin.COMMAND.search(left), f"{path}: {said}"
+            assert not plugin.COMMAND.search(left), f"{path}: {printed}"
 
 
 def _messages(node: object) -> list[str]:
     if isinstance(node, list):
-        return [said for part in node for said in _messages(part)]
+        return [printed for part in node for printed in _messages(part)]
     if not isinstance(node, dict):
         return []
     own = [str(node[key]) for key in ("msg", "fail_msg", "success_msg") if key in node]
-    return own + [said for part in node.values() for said in _messages(part)]
+    return own + [printed for part in node.values() for printed in _messages(part)]

@@ -15,7 +15,7 @@ from benchmarks.cases import GROUPS, Group
 from trainer.bench import SCHEMA
 
 
-def test_bars_say_by_how_much_they_are_missed() -> None:
+def test_bars_show_by_how_much_they_are_missed() -> None:
     row = {"ratio": 1.65, "share_of_bound": 0.9, "payload": 180e6, "baseline_share_of_limit": 0.88}
     lines = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()
     assert "missed by 0.05x" in lines[2]
@@ -103,9 +103,9 @@ class Lab:
 
     def run(self, command: list[str], *_: Any, **__: Any) -> int:
         if command[0] == "ansible-playbook":
-            knobs = dict(part[2:].split("=", 1) for part in command[2:])
-            folder = Path(knobs["bench_out"]).name
-            self.did.append(f"{folder}: {knobs['bench_cases']} x {knobs['bench_steps']}")
+            settings = dict(part[2:].split("=", 1) for part in command[2:])
+            folder = Path(settings["bench_out"]).name
+            self.did.append(f"{folder}: {settings['bench_cases']} x {settings['bench_steps']}")
             return 0
         text = " ".join(command)
         if "is-active" in text:
@@ -138,7 +138,9 @@ def test_single_is_measured_while_the_other_host_trains_by_itself(
     assert job.file("1gbit", stages[0]) == tmp_path / "1gbit/idle/stages/single-4096-float32.json"
 
 
-def test_a_neighbour_that_ended_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_neighbour_that_ended_meanwhile_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands = Lab(monkeypatch, active=False)
     job = lab.Job(argparse.Namespace(lab="bench"), tmp_path)
     figures = [job.file("1gbit", f"single-{tokens}-float32") for tokens in (2048, 4096)]

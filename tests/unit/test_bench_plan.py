@@ -84,7 +84,7 @@ def test_plain_ddp_is_a_kind_of_the_benchmark_and_no_sync_mode() -> None:
 
 def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: Path) -> None:
     (stage,) = plan("single-4096", depth="4")
-    told = {
+    base = {
         "schema": SCHEMA,
         "hosts": ["a"],
         "depth": 4,
@@ -95,7 +95,7 @@ def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: P
     file = tmp_path / "single-4096.json"
 
     def measured(**other: Any) -> list[str]:
-        file.write_text(json.dumps({**told, **other}))
+        file.write_text(json.dumps({**base, **other}))
         return list(filters.measured([stage], [file]))
 
     assert measured() == ["single-4096"]

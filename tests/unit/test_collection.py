@@ -153,13 +153,13 @@ def _same(spec: dict[str, Any], options: dict[str, Any], where: str) -> None:
     """The documentation says of every option what the code does."""
     assert set(spec) == set(options), where
     for name, option in spec.items():
-        said = options[name]
-        assert said["description"], f"{where}: {name}"
+        printed = options[name]
+        assert printed["description"], f"{where}: {name}"
         for key in ("type", "elements", "choices", "default", "required"):
             empty = False if key == "required" else None
-            assert option.get(key, empty) == said.get(key, empty), f"{where}: {name}: {key}"
+            assert option.get(key, empty) == printed.get(key, empty), f"{where}: {name}: {key}"
         if "options" in option:
-            _same(option["options"], said["suboptions"], f"{where}: {name}")
+            _same(option["options"], printed["suboptions"], f"{where}: {name}")
 
 
 @pytest.mark.parametrize("name", _modules())

@@ -118,9 +118,9 @@ def test_all_hosts_that_differ_are_named_at_once() -> None:
 
 def test_an_emptied_folder_does_not_fill_the_screen() -> None:
     phrases = [f"shard_{i:05d}.parquet is missing" for i in range(100)]
-    said = filters.dataset_phrases(phrases)
-    assert said.startswith("shard_00000.parquet is missing; ")
-    assert said.endswith("; and 95 more")
+    printed = filters.dataset_phrases(phrases)
+    assert printed.startswith("shard_00000.parquet is missing; ")
+    assert printed.endswith("; and 95 more")
 
 
 def test_the_host_with_other_rows_is_named() -> None:
@@ -138,7 +138,9 @@ def test_the_host_with_other_rows_is_named() -> None:
     assert len(found) == 1
     assert found[0].startswith("b has training rows with the digests bbbb")
     other_bytes = {**hosts, "c": packed("a" * 64, "u" * 64), "b": packed("a" * 64)}
-    assert [said.split()[0] for said in filters.dataset_rows_findings(["a", "b", "c"], other_bytes)] == ["c"]
+    assert [
+        printed.split()[0] for printed in filters.dataset_rows_findings(["a", "b", "c"], other_bytes)
+    ] == ["c"]
     assert filters.dataset_rows(packed("x")["__dataset_packed"])["packed"] is True  # type: ignore[arg-type]
 
 

@@ -53,13 +53,13 @@ def test_the_readme_clones_this_repository_and_no_other() -> None:
 
 
 @each_page([page for page in TYPED if page.name != "CHANGELOG.md"])
-def test_speeds_say_where_they_were_measured(page: Path) -> None:
+def test_speeds_show_where_they_were_measured(page: Path) -> None:
     if SPEED.search(FENCE.sub("", page.read_text())):
         assert "containers on one machine" in " ".join(page.read_text().split()).replace("*", "")
 
 
 @each_page(sorted([*DOCS.glob("performance.md"), *(DOCS / "research").glob("*.md")]))
-def test_speeds_say_where_they_were_measured_before_the_first_of_them(page: Path) -> None:
+def test_speeds_show_where_they_were_measured_before_the_first_of_them(page: Path) -> None:
     text = " ".join(page.read_text().split())
     first = re.search(r"\| one host \||\| `dense`, float32 \||`?tok/s", text)
     assert first

@@ -111,14 +111,14 @@ def test_a_runs_own_store_is_no_finding_and_gloo_ports_in_use_are_none() -> None
 
 def test_altered_and_missing_shards_are_named() -> None:
     measured = fleet("tower", "laptop")
-    said = [
+    printed = [
         "shard_00001.parquet was altered (its sha256 is not the manifest's)",
         "shard_00002.parquet is missing",
     ]
-    measured["laptop"]["data"] = {"findings": said, "manifest_sha256": "m"}
+    measured["laptop"]["data"] = {"findings": printed, "manifest_sha256": "m"}
     found = only(measured)
     assert (found["code"], found["host"]) == ("NF509", "laptop")
-    assert all(phrase in found["problem"] for phrase in said)
+    assert all(phrase in found["problem"] for phrase in printed)
     assert found["remedy"] == "ansible-playbook setup.yml"
     measured["laptop"]["data"]["findings"] = ["manifest.json is missing"]
     assert all_findings(measured) == [], "a host that is not set up yet has nothing to be wrong"

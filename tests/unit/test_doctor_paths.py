@@ -108,7 +108,7 @@ def test_one_rule_that_closes_many_paths_is_one_finding_that_names_them() -> Non
     assert "The same: attic to laptop." in only(measured)["problem"]
 
 
-def test_ports_outside_the_range_say_that_the_range_was_not_narrowed() -> None:
+def test_ports_outside_the_range_show_that_the_range_was_not_narrowed() -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"]["facts"]["port_range"] = [32768, 60999]
     for port in measured["tower"]["paths"]["laptop"]["ports"]:

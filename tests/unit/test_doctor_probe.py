@@ -45,7 +45,7 @@ def path(peer: str = "laptop", token: str = TOKEN, seconds: float = 0.5) -> Any:
 # -- one port ----------------------------------------------------------------------------------------------
 
 
-def test_an_open_port_tells_who_answers_and_how_we_are_seen(served: tuple[Any, int]) -> None:
+def test_an_open_port_shows_who_answers_and_how_we_are_seen(served: tuple[Any, int]) -> None:
     found = path().reach(served[1])
     assert (found["state"], found["seen"]) == ("open", "127.0.0.1")
     assert found["ms"] < 500
@@ -296,12 +296,12 @@ def rehearse_together(config: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.processes
 def test_two_ranks_rehearse_an_all_reduce_and_multiply() -> None:
     tower, laptop = rehearse_together({"depth": 2, "sequence_len": 64, "total_batch_size": 128})
-    for said in (tower, laptop):
-        assert said["error"] == ""
-        assert said["allreduce_mbit"] > 1
-        assert said["pairs"] == {"0-1": said["allreduce_mbit"]}
-        assert said["gemm_gflops"]["float32"] > 0.5
-        assert said["gemm_gflops"]["bfloat16"] > 0
+    for printed in (tower, laptop):
+        assert printed["error"] == ""
+        assert printed["allreduce_mbit"] > 1
+        assert printed["pairs"] == {"0-1": printed["allreduce_mbit"]}
+        assert printed["gemm_gflops"]["float32"] > 0.5
+        assert printed["gemm_gflops"]["bfloat16"] > 0
     assert (tower["prediction_error"], laptop["predicted"]) == ("", None)
     predicted = tower["predicted"]
     assert (predicted["depth"], predicted["total_batch_size"], predicted["sync"]) == (2, 128, "dense")

@@ -62,15 +62,15 @@ def test_warnings_alone_do_not_prevent_training() -> None:
 def test_what_was_not_measured_is_listed() -> None:
     measured = fleet("tower", "laptop")
     measured["tower"]["active"] = ["nanofleet-d8.service"]
-    (said,) = report.report(measured, [], ABOUT)["not_measured"]
-    assert "nanofleet-d8.service is active" in said
+    (printed,) = report.report(measured, [], ABOUT)["not_measured"]
+    assert "nanofleet-d8.service is active" in printed
     measured = fleet("tower", "laptop")
     for of_host in measured.values():
         of_host.update(installed=None, rehearsal=None, data={"findings": ["manifest.json is missing"]})
     why = doctor.can_rehearse(list(measured), measured, 16)
-    said = "; ".join(report.report(measured, [], {**ABOUT, "rehearsal": why})["not_measured"])
-    assert "setup.yml" in said
-    assert "data of tower, laptop" in said
+    printed = "; ".join(report.report(measured, [], {**ABOUT, "rehearsal": why})["not_measured"])
+    assert "setup.yml" in printed
+    assert "data of tower, laptop" in printed
     assert "doctor.yml" in report.report(fleet("tower"), [], {**ABOUT, "quick": True})["not_measured"][0]
 
 

@@ -1,7 +1,7 @@
 """What docs/faults.md says a fault cost: from planting it to the next step, and the steps done again."""
 
 import pytest
-from faults.said import Pause
+from faults.messages import Pause
 
 
 def test_a_resumed_run_is_measured_from_the_fault_to_its_first_step() -> None:

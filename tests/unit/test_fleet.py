@@ -35,8 +35,8 @@ class TestInventory:
             inventory.from_listing({"coordinator": {"hosts": ["a", "b"]}}, "my.yml")
 
     def test_a_tracker_out_of_reach_comes_with_its_tunnel(self) -> None:
-        said = inventory.tracker(inventory.Coordinator("127.0.0.1", "ops", tracker_port=9))
-        assert "ssh -N -L 9:127.0.0.1:9 ops@127.0.0.1" in said
+        printed = inventory.tracker(inventory.Coordinator("127.0.0.1", "ops", tracker_port=9))
+        assert "ssh -N -L 9:127.0.0.1:9 ops@127.0.0.1" in printed
 
     @pytest.mark.parametrize(("extra", "port"), [([], 5050), (["-e", "tracker_port=6060"], 6060)])
     def test_the_trackers_port_is_the_inventorys_or_that_of_e(
@@ -99,7 +99,7 @@ class TestDemo:
             demo.check_machine("Linux", 1_000_000_000)
         demo.check_machine("Linux", 100_000_000_000)
 
-    def test_without_root_and_sudo_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_root_and_sudo_it_reports_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(demo.os, "geteuid", lambda: 1000)
         monkeypatch.setattr(demo.shutil, "which", lambda name: None)
         with pytest.raises(FleetError, match="there is no sudo"):

@@ -44,11 +44,11 @@ class TestStage:
         line = progress.stage_line(stage, 75).plain
         assert "Prepare hosts · Install wheels  [b (3/20)]  1m15s" in line
 
-    def test_keeps_what_debug_tasks_say_once(self) -> None:
+    def test_keeps_what_debug_tasks_show_once(self) -> None:
         stage = Stage("train")
         for host in "ab":
-            said = {"msg": ["Run d4 takes", "2 minutes"]}
-            stage.fold(event("runner_on_ok", host=host, task_action="ansible.builtin.debug", res=said))
+            printed = {"msg": ["Run d4 takes", "2 minutes"]}
+            stage.fold(event("runner_on_ok", host=host, task_action="ansible.builtin.debug", res=printed))
         assert stage.notes == ["Run d4 takes\n2 minutes"]
 
     def test_a_rescued_failure_is_none(self) -> None:
@@ -63,7 +63,7 @@ class TestStage:
             Failure("c", "Ping", "timed out", unreachable=True),
         ]
 
-    def test_a_task_that_gave_up_waiting_yields_to_the_rescue_that_says_why(self) -> None:
+    def test_a_task_that_gave_up_waiting_yields_to_the_rescue_that_shows_why(self) -> None:
         stage = Stage("train")
         stage.fold(event("runner_on_failed", host="a", task="Wait", res={"attempts": 90}))
         stage.fold(event("runner_on_failed", host="a", task="Show why", res={"msg": "The disk is full."}))
@@ -72,8 +72,8 @@ class TestStage:
 
     def test_notes_of_a_loop_are_its_items(self) -> None:
         stage = Stage("lab")
-        said = {"msg": "All items completed", "results": [{"msg": "one"}, {"msg": "two"}]}
-        stage.fold(event("runner_on_ok", host="a", task_action="ansible.builtin.debug", res=said))
+        printed = {"msg": "All items completed", "results": [{"msg": "one"}, {"msg": "two"}]}
+        stage.fold(event("runner_on_ok", host="a", task_action="ansible.builtin.debug", res=printed))
         assert stage.notes == ["one", "two"]
 
     def test_a_failure_is_shown_in_full_and_once_for_all_its_hosts(self) -> None:

@@ -40,13 +40,13 @@ class TestRunView:
             in progress.run_plain(view)
         )
 
-    def test_no_pace_is_told_of_a_run_that_does_not_train(self) -> None:
+    def test_no_pace_is_reported_of_a_run_that_does_not_train(self) -> None:
         view = RunView()
         view.fold("a", state(0))
         view.fold("b", state(1, between=True))
         assert "step 12/100  loss 5.5000  a" in progress.run_plain(view)
 
-    def test_without_a_terminal_what_is_odd_is_told_once(self) -> None:
+    def test_without_a_terminal_what_is_odd_is_reported_once(self) -> None:
         screen = progress.Screen(Console(file=io.StringIO(), width=200))
         follower = watch.Follower(screen, None, [])
         ended = {"time": 1000, "outcome": "retryable", "step": 9, "reason": "Lost rank 1 (b)."}
@@ -56,10 +56,10 @@ class TestRunView:
             follower.view.fold("a", delayed)
             follower.view.fold("b", state(1))
             follower._tick()
-        said = screen.console.file.getvalue()  # type: ignore[attr-defined]
-        assert said.count("Diagnosis:   rank 1 (b) has waited for 64 s") == 1
-        assert "70 s" not in said
-        assert said.count("retryable at step 9: Lost rank 1 (b).") == 1
+        printed = screen.console.file.getvalue()  # type: ignore[attr-defined]
+        assert printed.count("Diagnosis:   rank 1 (b) has waited for 64 s") == 1
+        assert "70 s" not in printed
+        assert printed.count("retryable at step 9: Lost rank 1 (b).") == 1
 
     def test_before_the_first_heartbeat_the_hosts_are_there(self) -> None:
         view = RunView()
@@ -138,7 +138,7 @@ class TestRunView:
         assert "b:" in text
         assert "MemoryError: 3 GB" in text
 
-    def test_the_other_host_tells_why_when_the_coordinator_cannot(self) -> None:
+    def test_the_other_host_shows_why_when_the_coordinator_cannot(self) -> None:
         view = RunView()
         view.fold("a", state(0, ended=True))
         view.fold("b", state(1, ended=True, outcome={"outcome": "final", "reason": "The disk is full."}))
@@ -173,7 +173,7 @@ class TestRunView:
         view.fold("b", state(1))
         assert not view.lost
 
-    def test_report_says_everything(self) -> None:
+    def test_report_shows_everything(self) -> None:
         view = RunView()
         view.history(f'{{"step": {step}, "loss": {9 - step / 20}}}' for step in range(1, 100))
         view.fold("a", state(0, step=100, ended=True, outcome=OUTCOME))
@@ -200,7 +200,7 @@ class TestScreen:
         lines = screen.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
         assert 2 <= len(lines) <= 3
 
-    def test_a_view_that_stands_still_is_said_now_and_then(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_view_that_stands_still_is_reported_now_and_then(self, monkeypatch: pytest.MonkeyPatch) -> None:
         screen = progress.Screen(Console(file=io.StringIO()))
         now = [100.0]
         monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])

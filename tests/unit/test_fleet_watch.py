@@ -101,10 +101,10 @@ class TestThroughAnsibleRunner:
         screen = progress.Screen(Console(file=io.StringIO(), width=200))
         follower = watch.Follower(screen, str(fake / "hosts.yml"), [])
         assert follower.follow() == watch.FAILED
-        said = screen.console.file.getvalue()  # type: ignore[attr-defined]
-        assert said.count("Rebooted:    b at ") == 1
+        printed = screen.console.file.getvalue()  # type: ignore[attr-defined]
+        assert printed.count("Rebooted:    b at ") == 1
         typed = f"ansible-playbook -i {fake / 'hosts.yml'} train.yml -e run_id=t"
-        assert f"Restart it: {typed}" in " ".join(said.split())
+        assert f"Restart it: {typed}" in " ".join(printed.split())
         assert [typed in line for line in follower.view.reboots] == [True]
 
     def test_a_run_whose_hosts_start_it_again_is_not_over(
@@ -136,7 +136,7 @@ class TestThroughAnsibleRunner:
         assert not stages.run_playbook(screen, Job("none", "none.yml", inventory=str(fake / "hosts.yml")))
         assert "none.yml" in screen.console.file.getvalue()  # type: ignore[attr-defined]
 
-    def test_a_command_that_fails_shows_what_it_said(self, fake: Path) -> None:
+    def test_a_command_that_fails_shows_what_it_reported(self, fake: Path) -> None:
         screen = progress.Screen(Console(file=io.StringIO(), width=200))
         good, _ = stages.run_command(
             screen, "corpus", "reading", [sys.executable, "-c", "import sys; sys.exit('no disk')"]
@@ -145,7 +145,7 @@ class TestThroughAnsibleRunner:
         assert "no disk" in screen.console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_leaving_a_run_says_it_goes_on(
+def test_leaving_a_run_shows_it_goes_on(
     fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def leave(self: watch.Follower) -> int:
@@ -158,7 +158,7 @@ def test_leaving_a_run_says_it_goes_on(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    said = capsys.readouterr().err
-    assert "a run that has started continues" in said
-    assert "python -m fleet watch -i" in said
-    assert "stop.yml" in said
+    printed = capsys.readouterr().err
+    assert "a run that has started continues" in printed
+    assert "python -m fleet watch -i" in printed
+    assert "stop.yml" in printed

@@ -113,10 +113,10 @@ def test_train_yml_refuses_the_second_host_s_value_before_a_host_is_touched(tmp_
         "fleet": {"children": {"coordinator": {}, "workers": {}}},
     }
     done = play(inventory, tmp_path, "train.yml", "-e", "awx_job_id=7")
-    said = " ".join(done.stdout.split())
+    printed = " ".join(done.stdout.split())
     assert done.returncode != 0
-    assert "inventory fleet_memory of laptop fleet_memory is '8G; touch /tmp/x': it takes a number" in said
-    assert "awx_job_id" not in said
+    assert "inventory fleet_memory of laptop fleet_memory is '8G; touch /tmp/x': it takes a number" in printed
+    assert "awx_job_id" not in printed
     assert "Read the facts of the host" not in done.stdout
 
 
@@ -130,9 +130,9 @@ def test_no_value_is_a_command_in_the_probe(value: str, tmp_path: Path) -> None:
         "preflight", "probe.sh.j2", preflight_pythons=[value], preflight_memory_limit=value,
         preflight_prefix=value, preflight_state_dir="/var/lib/nanofleet",
     )  # fmt: skip
-    said = subprocess.run(["sh"], input=script, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert f"limit={' '.join(value.split())}" in " ".join(said.stdout.split())
-    assert f"disk={value} " in said.stdout
+    printed = subprocess.run(["sh"], input=script, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"limit={' '.join(value.split())}" in " ".join(printed.stdout.split())
+    assert f"disk={value} " in printed.stdout
     assert not (tmp_path / "mark").exists()
 
 

@@ -110,7 +110,7 @@ def test_every_playbook_but_reset_looks_for_a_limit_first(verb: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["train.yml", "lab.yml"])
 def test_a_limit_is_refused_on_whatever_host_it_leaves(verb: str) -> None:
-    """With it the plays on localhost would be passed over without a word, the check of the knobs too."""
+    """With it the plays on localhost would be passed over without a word, the check of the settings too."""
     hosts = ROOT / "inventory" / "sample" / "hosts.yml"
     done = subprocess.run(
         ["ansible-playbook", "-i", str(hosts), "-l", "workers", "-e", "dept=4", verb],

@@ -119,7 +119,7 @@ def test_containers_of_the_name_are_found_with_their_owner():
     assert lab.lab_containers(None, "x") == []
 
 
-def test_stopped_hosts_are_told_from_those_that_are_up() -> None:
+def test_stopped_hosts_are_distinguished_from_those_that_are_up() -> None:
     states = {"x-1": "running", "x-2": "exited", "x-3": "paused", "x-4": "created"}
     containers = [{"Names": [name], "State": state} for name, state in states.items()]
     for listed, stopped in ((containers, ["x-2", "x-4"]), (None, [])):
@@ -234,12 +234,12 @@ def test_a_bad_knob_gets_a_sentence(knob, sentence):
 SHELL = ("sh", "echo", "mkdir", "chmod", "rm", "sleep", "python3")
 
 
-def test_without_podman_a_lab_says_what_to_type(tmp_path):
+def test_without_podman_a_lab_shows_what_to_type(tmp_path):
     done = playbook("-e", "lab_name=nopodman", path=tools(tmp_path, *SHELL, "uname", "id"))
     assert done.returncode != 0
-    said = " ".join(done.stdout.split())
-    assert "podman is not installed on this machine" in said
-    assert "scripts/bootstrap.sh lab" in said
+    printed = " ".join(done.stdout.split())
+    assert "podman is not installed on this machine" in printed
+    assert "scripts/bootstrap.sh lab" in printed
 
 
 def playbook(*args: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -299,7 +299,7 @@ def test_packages_are_installed_with_sudo_and_announced_first(tmp_path):
     assert "apt-get install --yes --no-install-recommends podman runc" in log.read_text()
 
 
-def test_with_all_there_nothing_is_said_or_done(tmp_path):
+def test_with_all_there_nothing_is_reported_or_done(tmp_path):
     there = dict.fromkeys(
         ("podman", "runc", "crun", "iptables", "nft", "mmdebstrap", "rsync", "ssh", "ip"), "exit 1\n"
     )

@@ -1,4 +1,4 @@
-"""What systemd-run is told to start: the role's templates rendered, and the module's command line of them."""
+"""What systemd-run starts: the role's templates rendered, and the module's command line of them."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_rank_0_reads_the_trackers_login_from_a_file_that_root_has_written() -> 
     assert not any("correct horse" in word or "ada" in word for word in first)
 
 
-def test_rank_0_alone_is_told_of_the_tracker() -> None:
+def test_rank_0_alone_gets_the_address_of_the_tracker() -> None:
     tracker = {"launch_tracker_uri": "http://127.0.0.1:5000", "launch_tracker_page": "http://tower:5000"}
     assert "MLFLOW_TRACKING_URI" not in rendered("__launch_setenv", **tracker)
     first = rendered("__launch_setenv", **tracker, launch_rank=0)

@@ -222,15 +222,15 @@ def test_problems_of_the_port_range_are_reported() -> None:
         "overriding": ["/etc/sysctl.d/99-c.conf (1024 65535)"],
         "listeners": [{"port": LOW + 1, "user": "postgres"}],
     }
-    said = [found["problem"] for found in rules.port_findings("tower", state, LOW, HIGH)]
+    printed = [found["problem"] for found in rules.port_findings("tower", state, LOW, HIGH)]
     words = [
         "The file /etc/sysctl.d/99-c.conf (1024 65535) sets another",
         "was 40000-50000",
         "A run can use only 7 ports of the range",
         f"postgres listens on port {LOW + 1}. This port is in the range {DASHED}",
     ]
-    assert len(said) == len(words)
-    assert all(word in line for word, line in zip(words, said, strict=True))
+    assert len(printed) == len(words)
+    assert all(word in line for word, line in zip(words, printed, strict=True))
     remedies = [found["remedy"] for found in rules.port_findings("tower", state, LOW, HIGH)]
     assert "about 1,000 ports in 40000-50000" in remedies[1]
     assert f"sudo ss -Hltnp sport = :{LOW + 1}" in remedies[3]

@@ -14,7 +14,7 @@ def test_a_fit_host_has_no_finding() -> None:
     assert host(GOOD.replace("\n", "\r\n"), config={"depth": 8}) == []
 
 
-def test_without_python_it_says_so() -> None:
+def test_without_python_it_reports_it() -> None:
     [(problem, remedy)] = host(GOOD.replace("python3=yes\npython=3.11\n", ""))
     assert problem == (
         "This host has no command python3. Ansible and the training program need Python 3.11 or 3.12 or 3.13."
@@ -54,7 +54,7 @@ def test_other_processors_are_refused() -> None:
     )
 
 
-def test_a_full_disk_is_said_once_a_mount() -> None:
+def test_a_full_disk_is_reported_once_a_mount() -> None:
     [(problem, remedy)] = host(GOOD.replace(" 9000000", " 1048576"))
     assert problem == (
         "The disk at / has 1.0 GiB free, and nanofleet needs 3 GiB for /opt/nanofleet and /var/lib/nanofleet."
@@ -111,7 +111,7 @@ def test_sudo_that_wants_a_password() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "meaning", "remedy"),
+    ("printed", "meaning", "remedy"),
     [
         (
             "ssh: connect to host 10.0.0.11 port 22: Connection timed out",
@@ -143,9 +143,12 @@ def test_sudo_that_wants_a_password() -> None:
         ("Something else", "Something else", "ssh -p 2222 me@10.0.0.11"),
     ],
 )
-def test_a_host_that_cannot_be_reached(said: str, meaning: str, remedy: str) -> None:
+def test_a_host_that_cannot_be_reached(printed: str, meaning: str, remedy: str) -> None:
     variables = {
-        "__preflight_probe": {"unreachable": True, "msg": f"Failed to connect to the host via ssh: {said}"},
+        "__preflight_probe": {
+            "unreachable": True,
+            "msg": f"Failed to connect to the host via ssh: {printed}",
+        },
         "ansible_host": "10.0.0.11",
         "ansible_user": "me",
         "ansible_port": 2222,

@@ -33,7 +33,7 @@ def play(groups: dict[str, list[str]], folder: Path, *words: str) -> subprocess.
     )  # fmt: skip
 
 
-def said(done: subprocess.CompletedProcess[str]) -> str:
+def printed(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(done.stdout.split())
 
 
@@ -45,9 +45,9 @@ def test_a_host_of_fleet_that_is_in_neither_group_is_refused_before_any_is_touch
     assert done.returncode != 0
     assert (
         "This host is in the group fleet, but neither in coordinator nor in workers: no run uses it."
-        in said(done)
+        in printed(done)
     )
-    assert f"ansible-playbook -i {tmp_path}/hosts.yml reset.yml --limit old -e reset_confirm=true" in said(
+    assert f"ansible-playbook -i {tmp_path}/hosts.yml reset.yml --limit old -e reset_confirm=true" in printed(
         done
     )
     assert "UNREACHABLE" not in done.stdout
@@ -56,7 +56,7 @@ def test_a_host_of_fleet_that_is_in_neither_group_is_refused_before_any_is_touch
 def test_a_worker_that_is_not_in_fleet_is_refused(tmp_path: Path) -> None:
     done = play({**FLEET, "fleet": ["tower"]}, tmp_path, "train.yml")
     assert done.returncode != 0
-    assert "The group fleet, on which every playbook runs, does not contain laptop." in said(done)
+    assert "The group fleet, on which every playbook runs, does not contain laptop." in printed(done)
 
 
 @pytest.mark.parametrize("where", ["workers", "released"])
@@ -73,7 +73,7 @@ def test_reset_yml_with_a_limit_runs_on_that_host_alone(where: str, tmp_path: Pa
 def test_a_limit_does_not_pass_over_the_check_of_the_settings(tmp_path: Path) -> None:
     done = play(FLEET, tmp_path, "reset.yml", "--limit", "laptop", "-e", "reset_confrm=true")
     assert done.returncode != 0
-    assert "Did you mean reset_confirm?" in said(done)
+    assert "Did you mean reset_confirm?" in printed(done)
     assert "UNREACHABLE" not in done.stdout
 
 
@@ -88,7 +88,7 @@ def test_a_limit_never_means_the_controller(tmp_path: Path) -> None:
 HOSTVARS = {name: {"runtime_removed": ["/opt/nanofleet"]} for name in ADDRESSES}
 
 
-def test_a_release_says_what_is_left_to_do_about_the_others() -> None:
+def test_a_release_shows_what_is_left_to_do_about_the_others() -> None:
     lines = reset.report(["laptop"], HOSTVARS, True, ["/home/me/.wheelhouse"], fleet=["tower", "laptop"])
     assert lines[-2:] == [
         "Remove laptop from coordinator and workers in the inventory.",

@@ -53,9 +53,9 @@ def test_a_model_of_another_size_than_by_hand_is_reported() -> None:
     by_hand = json.loads(replay.BY_HAND.read_text())
     found = replay.record(RESULTS)
     assert replay.other_model(found, by_hand) == ""
-    said = replay.other_model(found | {"parameters": 46_137_384}, by_hand)
-    assert "46,137,384 parameters" in said
-    assert "--vocab-size 32768" in said
+    printed = replay.other_model(found | {"parameters": 46_137_384}, by_hand)
+    assert "46,137,384 parameters" in printed
+    assert "--vocab-size 32768" in printed
 
 
 def test_lines_of_one_run_have_a_factor_and_the_others_none() -> None:

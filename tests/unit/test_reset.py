@@ -17,7 +17,7 @@ HOSTVARS = {
 }
 
 
-def test_a_dry_run_says_what_would_go_and_how_to_do_it() -> None:
+def test_a_dry_run_shows_what_would_go_and_how_to_do_it() -> None:
     lines = reset.report(["tower", "laptop"], HOSTVARS, False, [])
     assert lines[:5] == [
         "tower: would remove unit nanofleet-d8.service",
@@ -31,7 +31,7 @@ def test_a_dry_run_says_what_would_go_and_how_to_do_it() -> None:
     assert lines[-1] == "To do it, repeat the command with -e reset_confirm=true"
 
 
-def test_a_dry_run_says_that_an_active_run_would_have_it_refused() -> None:
+def test_a_dry_run_shows_that_an_active_run_would_have_it_refused() -> None:
     hostvars = {host: {**HOSTVARS["tower"], "run_remove_active": ["d8"]} for host in ("tower", "laptop")}
     lines = reset.report(["tower", "laptop"], hostvars, False, [])
     assert lines[-4:-2] == [
@@ -47,7 +47,7 @@ def test_a_dry_run_says_that_an_active_run_would_have_it_refused() -> None:
     assert not any("would be refused" in line for line in reset.report(["tower"], hostvars, True, []))
 
 
-def test_a_reset_says_what_went_and_what_stays_on_the_controller() -> None:
+def test_a_reset_shows_what_went_and_what_stays_on_the_controller() -> None:
     lines = reset.report(["tower"], HOSTVARS, True, ["/home/me/nanofleet/.wheelhouse"])
     assert "tower: removed /opt/nanofleet" in lines
     assert "tower: kept, for root: /var/lib/nanofleet/runs" in lines

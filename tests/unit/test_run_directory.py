@@ -162,7 +162,7 @@ def test_only_real_files_of_a_checkpoint_are_fetched(tmp_path: Path, monkeypatch
     folder.mkdir(parents=True)
     (tmp_path / "secret").write_text("secret")
     (folder / "model.pt").symlink_to(tmp_path / "secret")
-    for names, said in (
+    for names, printed in (
         (["model.pt"], "is a link"),
         (["../../secret"], "outside of"),
         (["/etc/passwd"], "outside of"),
@@ -170,7 +170,7 @@ def test_only_real_files_of_a_checkpoint_are_fetched(tmp_path: Path, monkeypatch
         (folder / "meta.json").write_text(json.dumps({"sha256": dict.fromkeys(names, "0")}))
         listed = call(run_files, monkeypatch, path=str(tmp_path), checkpoint="checkpoints/step_000001")
         assert listed["failed"]
-        assert said in listed["msg"]
+        assert printed in listed["msg"]
 
 
 def test_only_names_that_a_run_can_have_are_runs_and_checkpoints(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_root_follows_no_link_below_the_state_directory() -> None:
     assert odd == []
 
 
-def test_every_module_that_opens_files_of_a_run_is_told_whose_rights_to_use() -> None:
+def test_every_module_that_opens_files_of_a_run_knows_whose_rights_to_use() -> None:
     names = ("run_state", "run_log", "follow_log", "run_files", "run_directory", "end_run")
     opens, seen = {f"nanofleet.fleet.{name}" for name in names}, set()
     for path in sorted((ROOT / "roles").glob("*/tasks/*.yml")):

@@ -94,15 +94,15 @@ def test_a_closed_journal_is_made_up_for_by_the_log(journal: Path, monkeypatch: 
     assert read["error"] == []
 
 
-def test_a_step_is_told_by_one_host_unless_all_are_asked_for(
+def test_a_step_is_reported_by_one_host_unless_all_are_asked_for(
     journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = [
+    printed = [
         "[rank 1] step 1/9 loss 5.0000 lr 1.00",
         "[rank 1] step 1: 2.1 bits per byte",
         "[rank 1] step 2/9",
     ]
-    (journal / "journal").write_text(entries(*said, "[rank 1] step 2/9 loss 4.0000 lr 1.00"))
+    (journal / "journal").write_text(entries(*printed, "[rank 1] step 2/9 loss 4.0000 lr 1.00"))
     asked: dict[str, Any] = {"run_id": "a", "run_dir": str(journal)}
     quiet = call(run_log, monkeypatch, **asked, steps=False, lines=2)
     assert [line["text"] for line in quiet["lines"]] == ["step 1: 2.1 bits per byte", "step 2/9"]
@@ -124,8 +124,8 @@ def read(*lines: dict[str, Any], error: int | None = None, source: str = "journa
 def test_lines_are_merged_by_time_and_the_first_error_stands_first() -> None:
     tower = read(line("step 1", 10.0, 0), line("Lost rank 1", 13.0, 0), error=1)
     laptop = read(line("step 1", 11.0, 1), line("ValueError: no rows", 12.0, 1), error=1)
-    said = logs.merged_logs({"tower": tower, "laptop": laptop, "attic": {"unreachable": True}}, "a")
-    first, merged = said.split("Run a: 4 lines")
+    printed = logs.merged_logs({"tower": tower, "laptop": laptop, "attic": {"unreachable": True}}, "a")
+    first, merged = printed.split("Run a: 4 lines")
     assert "ValueError: no rows" in first
     assert "Lost rank 1" not in first
     assert "attic did not answer" in first
@@ -140,17 +140,19 @@ def test_how_a_run_ended_stands_last() -> None:
     outcome = {"outcome": "final", "reason": "The disk is full."}
     ended = {"found": True, "ended": True, "outcome": outcome}
     states = {"tower": ended, "laptop": {**ended, "outcome": {**outcome, "reason": "tower: full."}}}
-    said = logs.merged_logs({"tower": read}, "a", 10, states).splitlines()
-    assert said[-2:] == [
+    printed = logs.merged_logs({"tower": read}, "a", 10, states).splitlines()
+    assert printed[-2:] == [
         "Outcome:     final on tower: The disk is full.", "Outcome:     final on laptop: tower: full.",
     ]  # fmt: skip
     assert "Outcome" not in logs.merged_logs({"tower": read}, "a", 10, {"tower": {**ended, "ended": False}})
 
 
 def test_lines_without_a_time_keep_their_place() -> None:
-    said = logs.merged_logs({"tower": read(line("a", None), line("b", None), source="file")}, "x", newest=1)
-    assert said.splitlines()[-1] == "-------- tower  b"
-    assert "without times" in said
+    printed = logs.merged_logs(
+        {"tower": read(line("a", None), line("b", None), source="file")}, "x", newest=1
+    )
+    assert printed.splitlines()[-1] == "-------- tower  b"
+    assert "without times" in printed
 
 
 def test_more_lines_are_offered_as_far_as_preflight_admits_them() -> None:
@@ -224,7 +226,7 @@ def test_a_checkpoint_damaged_on_the_host_is_found_out(
     assert compared["faults"] == ["checkpoints/step_000002/model.pt does not match its sha256"]
 
 
-def test_a_checkpoint_that_was_dropped_meanwhile_is_told(
+def test_a_checkpoint_that_was_dropped_meanwhile_is_reported(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = call(run_files, monkeypatch, path=str(run_dir), checkpoint="checkpoints/step_000009")

@@ -1,4 +1,4 @@
-"""What train.yml decides about a run, from the states of the hosts and the knobs."""
+"""What train.yml decides about a run, from the states of the hosts and the settings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_new_run_holds_every_field_with_its_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "run_id", "said"),
+    ("given", "run_id", "printed"),
     [
         ({"depth": "deep"}, "a", "deep"),
         ({}, "tracker", "reserved"),
@@ -36,10 +36,10 @@ def test_a_new_run_holds_every_field_with_its_type() -> None:
         ({"dept": 1}, "a", "depth"),
     ],
 )
-def test_bad_input_is_refused_with_a_sentence(given: dict[str, Any], run_id: str, said: str) -> None:
+def test_bad_input_is_refused_with_a_sentence(given: dict[str, Any], run_id: str, printed: str) -> None:
     made = plan(given, run_id=run_id)
     assert made["action"] == "refuse"
-    assert said in made["message"]
+    assert printed in made["message"]
 
 
 def test_more_ranks_than_sequences_in_a_step_are_refused() -> None:
@@ -253,7 +253,7 @@ def test_an_unfinished_run_resumes_with_its_own_knobs() -> None:
     assert (made["file"]["config"]["depth"], made["file"]["config"]["num_iterations"]) == (2, 20)
 
 
-LEFT_TO_LAPTOP = {"host": "laptop", "seconds": 0.04, "together": 5.2, "said": "a table"}
+LEFT_TO_LAPTOP = {"host": "laptop", "seconds": 0.04, "together": 5.2, "table": "a table"}
 
 
 def test_a_run_that_its_ranks_leave_to_one_host_is_planned_for_that_one() -> None:
@@ -320,7 +320,7 @@ def test_shares_are_those_asked_for_or_of_the_same_hosts_before() -> None:
     assert (refused["action"], refused["message"][:13]) == ("refuse", "shares is 0,4")
 
 
-def test_a_finished_run_says_so_and_another_config_is_shown() -> None:
+def test_a_finished_run_reports_it_and_another_config_is_shown() -> None:
     done = state(**stored(), outcome={"outcome": "finished", "step": 20, "num_iterations": 20, "loss": 4.25})
     assert plan({}, done, state())["action"] == "none"
     assert "step 20 of 20, loss 4.2500" in plan({}, done, state())["message"]
@@ -363,8 +363,8 @@ def test_runtime_settings_may_change_when_a_run_is_resumed() -> None:
     assert made["action"] == "resume"
     config = made["file"]["config"]
     assert (config["device_batch_size"], config["save_minutes"], config["depth"]) == (1, 5.0, 2)
-    said = "Changed settings: device_batch_size was 2, now 1; save_minutes was 30.0, now 5.0."
-    assert made["message"] == said
+    printed = "Changed settings: device_batch_size was 2, now 1; save_minutes was 30.0, now 5.0."
+    assert made["message"] == printed
     up = state(**stored(), active_units=[UNIT], heartbeats=[beat()], ended=False)
     active = plan({"save_minutes": "5", "num_iterations": 30}, up, up)
     assert active["action"] == "none"
@@ -413,17 +413,17 @@ def test_a_build_of_torch_is_no_skew_and_an_environment_is_compared_within_its_k
     cpu = {**common, "torch": "2.13.0+cpu", "environment": "a"}
     cuda = {**common, "torch": "2.13.0+cu130", "environment": "b"}
     assert installed.skew({"tower": cpu, "box": cuda}, "d") == ""
-    said = installed.skew({"tower": cpu, "laptop": {**cpu, "environment": "c"}, "box": cuda}, "d")
-    assert "environment is a on tower; c on laptop" in said
+    printed = installed.skew({"tower": cpu, "laptop": {**cpu, "environment": "c"}, "box": cuda}, "d")
+    assert "environment is a on tower; c on laptop" in printed
     assert "2.12.1" in installed.skew({"tower": cpu, "box": {**cuda, "torch": "2.12.1+cu130"}}, "d")
 
 
 def test_skew_names_the_odd_host() -> None:
     equal = {"python": "3.11.2", "torch": "2.13.0+cpu", "trainer": "d"}
     assert installed.skew({"tower": equal, "laptop": equal}, "d") == ""
-    said = installed.skew({"tower": equal, "laptop": {**equal, "torch": "2.12.0"}}, "d")
-    assert "torch is 2.13.0 on tower; 2.12.0 on laptop" in said
-    assert "setup.yml" in said
+    printed = installed.skew({"tower": equal, "laptop": {**equal, "torch": "2.12.0"}}, "d")
+    assert "torch is 2.13.0 on tower; 2.12.0 on laptop" in printed
+    assert "setup.yml" in printed
     assert "differs from the folder trainer/" in installed.skew({"tower": equal, "laptop": equal}, "e")
 
 

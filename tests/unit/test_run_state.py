@@ -108,7 +108,7 @@ def test_torchruns_word_for_a_rank_that_a_signal_ended_is_put_signal_text() -> N
         assert log.signal_text(kept) == kept
 
 
-def test_a_rank_that_was_just_killed_is_told_in_the_words_of_its_attempts(
+def test_a_rank_that_was_just_killed_is_reported_from_its_attempts(
     systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (systemd / "state").write_text("failed")
@@ -117,16 +117,16 @@ def test_a_rank_that_was_just_killed_is_told_in_the_words_of_its_attempts(
         "=== nanofleet-a started\nE1121 16:55:44 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 7)\n"
     )
     dead = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
-    said = status.status_screen({"tower": dead}, "a")
-    assert f"tower: {log.KILLED} in forward after step 3." in said.splitlines()
-    assert "exitcode" not in said
+    printed = status.status_screen({"tower": dead}, "a")
+    assert f"tower: {log.KILLED} in forward after step 3." in printed.splitlines()
+    assert "exitcode" not in printed
     settled = "Killed by SIGKILL: by hand, or by the kernel because memory ran out, in forward after step 3."
     (run_dir / "outcome.json").write_text(json.dumps({"outcome": "retryable", "reason": settled}))
     dead = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
     assert status.status_screen({"tower": dead}, "a").count("Killed") == 1
 
 
-def test_a_rank_that_has_ended_is_told_from_one_that_lives(
+def test_a_rank_that_has_ended_is_distinguished_from_one_that_lives(
     systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its unit may still be up: torchrun takes its time to end after its rank has."""
@@ -180,7 +180,7 @@ def test_a_host_that_was_rebooted_has_not_failed(
     assert (killed["rebooted"], killed["failed_unit"]) == (None, True), "the host was up all the time"
 
 
-def test_when_a_host_came_up_is_told_by_its_first_process() -> None:
+def test_the_first_process_shows_when_a_host_booted() -> None:
     elapsed = subprocess.run(["ps", "-o", "etimes=", "-p", "1"], capture_output=True, text=True, check=True)
     up_since = unit_facts.booted(time.time())
     assert up_since == pytest.approx(time.time() - int(elapsed.stdout), abs=3)
@@ -225,7 +225,7 @@ def test_an_environment_is_read_by_its_own_python(monkeypatch: pytest.MonkeyPatc
     assert call(installed_environment, monkeypatch, python="/nowhere/python", known=known)["cores"] == 2
 
 
-def test_an_environment_without_torch_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_environment_without_torch_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'The environment /v is not complete: no torch. Fix: x' >&2\nexit 1\n")
     python.chmod(0o755)

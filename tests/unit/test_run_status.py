@@ -21,15 +21,15 @@ def test_status_of_a_live_run_with_a_lost_host() -> None:
     up = state(**stored(), ended=False, active_units=["nanofleet-a.service"], heartbeats=[beat()],
                unit={"active_state": "active"},
                checkpoint="checkpoints/step_000002", checkpoint_time=0.5)  # fmt: skip
-    said = status.status_screen(
+    printed = status.status_screen(
         {"tower": up, "laptop": {"unreachable": True, "msg": "x"}}, "a", "http://tower:5000"
     )
-    lines = said.splitlines()
+    lines = printed.splitlines()
     assert lines[0] == "Run a: step 3 of 20 (15 %)"
     assert len({len(line.rstrip()) for line in lines[2:5]}) == 1, "the columns are aligned"
     for part in ("3/20", "5.0000", "1,235", "unreachable", "laptop did not answer", "2m34s", "http://tower:5000",
                  "step 2, 1m40s ago: /runs/a/checkpoints/step_000002 on tower"):  # fmt: skip
-        assert part in said
+        assert part in printed
 
 
 def test_status_of_eight_hosts_fits_one_screen() -> None:
@@ -58,14 +58,14 @@ def test_status_shows_pace_diagnosis_attempts_and_who_is_frozen() -> None:
     ended = [{"outcome": "retryable", "step": 2, "time": 1.0, "reason": "Lost rank 1 (laptop)"}]
     tower = state(**up, heartbeats=[beat(**now, diagnosis=diagnosis)], past_attempts=ended)
     laptop = state(**up, heartbeats=[beat(**now, rank=1, age=34.0, diagnosis=diagnosis)])
-    said = status.status_screen({"tower": tower, "laptop": laptop}, "a")
+    printed = status.status_screen({"tower": tower, "laptop": laptop}, "a")
     for part in ("12 %", "91 °C throttled", f"Diagnosis:   {diagnosis}",
                  "Frozen:      rank 1 on laptop has published no run status for 34 s", "1 ended",
                  "retryable at step 2: Lost rank 1 (laptop)"):  # fmt: skip
-        assert part in said
-    assert said.count(diagnosis) == 1
-    assert "Frozen:      rank 0" not in said
-    assert "Time left" not in said
+        assert part in printed
+    assert printed.count(diagnosis) == 1
+    assert "Frozen:      rank 0" not in printed
+    assert "Time left" not in printed
     laptop = state(**up, heartbeats=[beat(**now, rank=1)])
     assert "1,235 tok/s, 1,200 on average" in status.status_screen({"tower": tower, "laptop": laptop}, "a")
 
@@ -85,9 +85,9 @@ def test_no_time_is_left_to_a_run_that_does_not_train(laptop: dict[str, Any]) ->
     up = {**stored(), "ended": False, "heartbeats": [beat()]}
     tower = state(**up)
     assert "Time left" in status.status_screen({"tower": tower, "laptop": tower}, "a")
-    said = status.status_screen({"tower": tower, "laptop": state(**{**up, **laptop})}, "a")
-    assert "Time left" not in said
-    assert "tok/s" not in said
+    printed = status.status_screen({"tower": tower, "laptop": state(**{**up, **laptop})}, "a")
+    assert "Time left" not in printed
+    assert "tok/s" not in printed
 
 
 @pytest.mark.parametrize(
@@ -108,25 +108,25 @@ def test_no_time_is_left_to_a_run_that_does_not_train(laptop: dict[str, Any]) ->
     ],
 )
 def test_nobody_is_named_by_an_attempt_that_is_over(changes: dict[str, Any], up: dict[str, Any]) -> None:
-    said = beat(diagnosis="rank 1 (laptop) is frozen", warning="No room")
-    tower = state(**{**stored(), "ended": False, **up}, heartbeats=[{**said, **changes}])
+    printed = beat(diagnosis="rank 1 (laptop) is frozen", warning="No room")
+    tower = state(**{**stored(), "ended": False, **up}, heartbeats=[{**printed, **changes}])
     shown = status.status_screen({"tower": tower, "laptop": {"unreachable": True}}, "a")
     assert "Diagnosis" not in shown
     assert ("Warning" in shown) == ("age" in changes)
-    living = state(**stored(), ended=False, heartbeats=[said])
+    living = state(**stored(), ended=False, heartbeats=[printed])
     assert "Diagnosis:   rank 1 (laptop) is frozen" in status.status_screen({"tower": living}, "a")
 
 
-def test_the_cause_is_said_once_and_last() -> None:
+def test_the_cause_is_reported_once_and_last() -> None:
     outcome = {"outcome": "final", "rank": 0, "reason": "The loss of step 2 is nan."}
     end = "[rank 0] final: The loss of step 2 is nan."
     dead = state(**stored(), outcome=outcome, error=[end])
-    said = status.status_screen({"tower": dead, "laptop": dead}, "a").splitlines()
-    assert said[-1] == "Outcome:     final: The loss of step 2 is nan."
-    assert not any("train.log reports" in line for line in said), "it has nothing else to say"
+    printed = status.status_screen({"tower": dead, "laptop": dead}, "a").splitlines()
+    assert printed[-1] == "Outcome:     final: The loss of step 2 is nan."
+    assert not any("train.log reports" in line for line in printed), "it has nothing else to say"
     traced = {**dead, "error": ["Traceback", "ValueError: x"]}
-    said = status.status_screen({"tower": traced, "laptop": dead}, "a").splitlines()
-    assert said[-3:] == ["  ValueError: x", "", "Outcome:     final: The loss of step 2 is nan."]
+    printed = status.status_screen({"tower": traced, "laptop": dead}, "a").splitlines()
+    assert printed[-3:] == ["  ValueError: x", "", "Outcome:     final: The loss of step 2 is nan."]
 
 
 def test_status_of_a_unit_between_two_attempts() -> None:
@@ -134,9 +134,9 @@ def test_status_of_a_unit_between_two_attempts() -> None:
     waiting = state(
         **stored(), ended=False, between=True, unit=waits, heartbeats=[beat(age=40.0, entered=1.0)]
     )
-    said = status.status_screen({"tower": waiting}, "a")
-    assert "restarting     0  ended, restarting" in said
-    assert "Frozen" not in said, "it is dead, and known to be"
+    printed = status.status_screen({"tower": waiting}, "a")
+    assert "restarting     0  ended, restarting" in printed
+    assert "Frozen" not in printed, "it is dead, and known to be"
 
 
 def test_status_of_a_rank_that_has_given_up_a_frozen_one() -> None:
@@ -146,15 +146,15 @@ def test_status_of_a_rank_that_has_given_up_a_frozen_one() -> None:
     silent = {"age": 40.0, "entered": 1.0}
     tower = state(**up, heartbeats=[beat(**silent, over=True)], outcome=lost)
     laptop = state(**up, heartbeats=[beat(**silent, rank=1)])
-    said = status.status_screen({"tower": tower, "laptop": laptop}, "a")
-    assert "tower   active     0  ended, restarting" in said
-    assert "Frozen:      rank 1 on laptop" in said
-    assert "Frozen:      rank 0" not in said
+    printed = status.status_screen({"tower": tower, "laptop": laptop}, "a")
+    assert "tower   active     0  ended, restarting" in printed
+    assert "Frozen:      rank 1 on laptop" in printed
+    assert "Frozen:      rank 0" not in printed
     stopped = {**tower, "outcome": {"outcome": "stopped", "rank": 0}}
     assert "ended, restarting" not in status.status_screen({"tower": stopped}, "a")
 
 
-def test_status_says_what_a_host_is_at_before_its_first_heartbeat() -> None:
+def test_status_shows_what_a_host_is_at_before_its_first_heartbeat() -> None:
     up = {**stored(), "ended": False, "time": 190.0,
           "unit": {"active_state": "active", "sub_state": "running", "since": 100.0}}  # fmt: skip
     joins, imports = state(**up), state(**up, began=145.0, heartbeats=[beat(before=True, entered=1.0)])
@@ -176,12 +176,12 @@ def frozen(process: str, **changes: Any) -> str:
     still = beat(rank=1, age=34.0, entered=1.0, process=process, **{"world_size": 2, **changes})
     states = {"tower": state(**up, heartbeats=[beat()]), "laptop": state(**up, heartbeats=[still])}
     states["laptop"]["unit"]["scope"] = changes.get("scope", "system")
-    said: str = status.status_screen(states, "a")
-    (line,) = [line for line in said.splitlines() if line.startswith("Frozen")]
+    printed: str = status.status_screen(states, "a")
+    (line,) = [line for line in printed.splitlines() if line.startswith("Frozen")]
     return line.partition("rank 1 on laptop has published no run status for 34 s")[2]
 
 
-def test_what_mends_a_frozen_rank_is_said_or_that_it_mends_itself() -> None:
+def test_what_mends_a_frozen_rank_is_reported_or_that_it_mends_itself() -> None:
     resume = "on laptop: sudo systemctl kill -s CONT nanofleet-a"
     assert frozen("stopped") == f": it is stopped (SIGSTOP). Continue it, {resume}"
     assert "laptop: systemctl --user kill -s CONT nanofleet-a" in frozen("stopped", scope="user")
@@ -191,7 +191,7 @@ def test_what_mends_a_frozen_rank_is_said_or_that_it_mends_itself() -> None:
     assert f"If it was stopped (SIGSTOP), {resume}. Else the other ranks restart" in frozen("")
 
 
-def test_a_stopped_process_is_told_from_a_sleeping_one() -> None:
+def test_a_stopped_process_is_distinguished_from_a_sleeping_one() -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as sleeper:
         assert unit_facts.process_state(sleeper.pid) in ("sleeping", "running", "disk sleep")
         assert not unit_facts.is_missing(sleeper.pid)
@@ -207,14 +207,14 @@ def test_status_names_a_rebooted_host_and_what_puts_it_back() -> None:
     waits = {"active_state": "activating", "sub_state": "auto-restart"}
     tower = state(**stored(), ended=False, between=True, unit=waits, outcome={"outcome": "retryable"})
     laptop = state(**stored(), rebooted=1000.0)
-    said = status.status_screen({"tower": tower, "laptop": laptop}, "a")
-    assert "laptop  rebooted" in said
-    assert "Rebooted:    laptop at " in said
-    assert "Restart it: ansible-playbook train.yml -e run_id=a" in said
+    printed = status.status_screen({"tower": tower, "laptop": laptop}, "a")
+    assert "laptop  rebooted" in printed
+    assert "Rebooted:    laptop at " in printed
+    assert "Restart it: ansible-playbook train.yml -e run_id=a" in printed
     itself = {**laptop, "at_boot": True, "time": 1060.0}
-    said = status.status_screen({"tower": tower, "laptop": itself}, "a")
-    assert "The host restarts it by itself." in said
-    assert "train.yml" not in said, "nothing has to be typed"
+    printed = status.status_screen({"tower": tower, "laptop": itself}, "a")
+    assert "The host restarts it by itself." in printed
+    assert "train.yml" not in printed, "nothing has to be typed"
     late = {**itself, "time": 1600.0}
     assert "Restart it: ansible-playbook" in status.status_screen({"tower": tower, "laptop": late}, "a")
     both = {"tower": {**tower, "at_boot": True}, "laptop": itself}
@@ -241,17 +241,17 @@ def test_status_names_a_directory_that_is_gone_with_the_state_of_its_unit(
     lines = status.status_screen({"tower": tower, "laptop": laptop}, "a").splitlines()
     (row,) = [line.split() for line in lines if line.startswith("laptop")]
     assert row[1:5] == [shown, "-", "no", "directory"]
-    (said,) = [line for line in lines if line.startswith("Missing:")]
-    assert f"/runs/a on laptop, where the unit is {shown}." in said
-    assert "train.yml -e run_id=a" in said
+    (printed,) = [line for line in lines if line.startswith("Missing:")]
+    assert f"/runs/a on laptop, where the unit is {shown}." in printed
+    assert "train.yml -e run_id=a" in printed
     alone = status.status_screen({"laptop": laptop}, "a")
     assert ("Missing:" in alone) is (shown != "inactive"), "a run that nobody knows and nothing runs of"
 
 
-def test_what_a_log_says_does_not_spoil_the_screen() -> None:
+def test_what_a_log_shows_does_not_spoil_the_screen() -> None:
     noisy = state(**stored(), failed_unit=True, error=["\ta  ", "GLHF \U0001f3d6\ufe0f", "\x1b[31mFüße"])
-    said = status.status_screen({"tower": noisy}, "a")
-    assert said.splitlines()[-3:] == ["          a"[-9:], "  GLHF", "  [31mFüße"]
+    printed = status.status_screen({"tower": noisy}, "a")
+    assert printed.splitlines()[-3:] == ["          a"[-9:], "  GLHF", "  [31mFüße"]
 
 
 def test_hosts_that_a_run_was_not_left_to_are_not_needed() -> None:
@@ -274,10 +274,10 @@ def test_hosts_that_a_run_was_not_left_to_are_not_needed() -> None:
 
 def test_a_start_that_went_well_shows_what_was_predicted_and_how_to_end_this_run() -> None:
     up = state(**stored(), ended=False, heartbeats=[beat()], prediction="a table\nof two lines")
-    said = report.started({"tower": up, "laptop": state()}, "a").splitlines()
-    assert said[:2] == ["a table", "of two lines"]
-    assert said[2].startswith("The run a trains on tower, laptop: step 3 of 20")
-    assert said[-1] == "End it: ansible-playbook stop.yml -e run_id=a"
+    printed = report.started({"tower": up, "laptop": state()}, "a").splitlines()
+    assert printed[:2] == ["a table", "of two lines"]
+    assert printed[2].startswith("The run a trains on tower, laptop: step 3 of 20")
+    assert printed[-1] == "End it: ansible-playbook stop.yml -e run_id=a"
 
 
 def test_a_stop_without_a_name_does_not_choose_among_runs() -> None:
@@ -285,8 +285,8 @@ def test_a_stop_without_a_name_does_not_choose_among_runs() -> None:
         return state(active_units=[f"nanofleet-{run_id}.service"])
 
     assert summary.several_active({"tower": up("a"), "laptop": up("a")}) == ""
-    said = summary.several_active({"tower": up("b"), "laptop": up("a")})
-    assert said.startswith("The active runs are b on tower; a on laptop. No run was stopped.")
+    printed = summary.several_active({"tower": up("b"), "laptop": up("a")})
+    assert printed.startswith("The active runs are b on tower; a on laptop. No run was stopped.")
     hosts = {"tower": state(), "laptop": state(**stored())}
     stopped = report.stopped(hosts, "a", {}, {"tower": "b", "laptop": "a"})
     assert "Also ended:  run b on tower, at once; nothing was saved." in stopped
@@ -299,7 +299,7 @@ def test_status_when_nothing_ever_ran() -> None:
     )
 
 
-def test_who_asks_for_a_run_that_is_not_there_hears_the_nearest_and_ends_none() -> None:
+def test_who_asks_for_a_run_that_is_not_there_gets_the_nearest_and_ends_none() -> None:
     runs = [{"run_id": "c", "time": 2, "active": True}, {"run_id": "evening", "time": 1, "active": False}]
     there = {"tower": state(runs=runs, active_units=["nanofleet-c.service"])}
     assert status.status_screen(there, "cc") == (
@@ -352,7 +352,7 @@ def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between(
     assert "Network:" not in status.status_screen(back, "a")
 
 
-def test_what_is_over_before_its_end_says_how_to_resume() -> None:
+def test_what_is_over_before_its_end_shows_how_to_resume() -> None:
     line = "Resume:      ansible-playbook train.yml -e run_id=a"
     stopped = {"tower": state(**stored(), outcome={"outcome": "stopped", "reason": "Stopped."})}
     assert line in status.status_screen(stopped, "a")
@@ -364,9 +364,9 @@ def test_what_is_over_before_its_end_says_how_to_resume() -> None:
 def test_a_phase_that_lasts_shows_for_how_long_and_no_pace() -> None:
     for seconds, step_seconds, lasts in ((25.0, 1.5, True), (8.0, 1.5, False), (25.0, 9.0, False)):
         beats = [beat(phase="sync", entered=100.0, time=99.0 + seconds, step_seconds=step_seconds)]
-        said = status.status_screen({"tower": state(**stored(), ended=False, heartbeats=beats)}, "a")
-        assert ("sync for 25 s" in said) is lasts, said
-        assert ("Speed:" in said) is not lasts, said
+        printed = status.status_screen({"tower": state(**stored(), ended=False, heartbeats=beats)}, "a")
+        assert ("sync for 25 s" in printed) is lasts, printed
+        assert ("Speed:" in printed) is not lasts, printed
     left = beat(phase="sync", entered=100.0, time=124.0, age=9000.0)
     assert "sync for" not in status.status_screen({"tower": state(**stored(), heartbeats=[left])}, "a")
 
@@ -374,17 +374,17 @@ def test_a_phase_that_lasts_shows_for_how_long_and_no_pace() -> None:
 def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
     dead = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
     slow = state(**stored(), ended=False, heartbeats=[beat(phase="load", loss=None)])
-    said = report.failure({"tower": slow, "laptop": dead}, "a")
+    printed = report.failure({"tower": slow, "laptop": dead}, "a")
     for part in (
         "ended on laptop",
         "no step was made on tower (in phase load)",
         "ValueError: no rows",
         "train.yml -e run_id=a",
     ):
-        assert part in said
+        assert part in printed
 
 
-def test_a_start_at_which_the_ranks_did_not_meet_says_how_to_find_out_why() -> None:
+def test_a_start_at_which_the_ranks_did_not_meet_shows_how_to_find_out_why() -> None:
     unmet = state(**stored(), failed_unit=True, error=["torch.distributed.DistStoreError: Timed out"])
     other = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
     assert "Why the hosts do not meet: ansible-playbook doctor.yml" in report.failure({"a": unmet}, "r")
@@ -393,19 +393,19 @@ def test_a_start_at_which_the_ranks_did_not_meet_says_how_to_find_out_why() -> N
     assert not summary.not_met({"a": other, "b": {"unreachable": True}})
 
 
-def test_a_start_that_somebody_stops_says_so() -> None:
+def test_a_start_that_somebody_stops_reports_it() -> None:
     ended = state(**stored(), stop_requested=True)
-    said = report.failure({"tower": ended, "laptop": ended}, "a")
+    printed = report.failure({"tower": ended, "laptop": ended}, "a")
     cause = "stop.yml has requested its end; its unit ended on tower,"
-    assert said.startswith(f"The run a did not start: {cause}")
+    assert printed.startswith(f"The run a did not start: {cause}")
 
 
-def test_what_a_stop_takes_is_said_before() -> None:
+def test_what_a_stop_takes_is_reported_before() -> None:
     up = state(
         **stored(), ended=False, stepped=True, heartbeats=[beat()], checkpoint="checkpoints/step_000002"
     )
-    said = report.stop_expected({"tower": up, "laptop": up}, "a")
-    assert "is at step 3 of 20 and ends after one more step (1.5 s) and one save" in said
+    printed = report.stop_expected({"tower": up, "laptop": up}, "a")
+    assert "is at step 3 of 20 and ends after one more step (1.5 s) and one save" in printed
     lost = report.stop_expected({"tower": up, "laptop": {"unreachable": True}}, "a")
     assert (
         "Without laptop, which did not answer, that may fail: then the last checkpoint is that of step 2"
@@ -415,7 +415,7 @@ def test_what_a_stop_takes_is_said_before() -> None:
         assert "ends without saving" in report.stop_expected({"tower": waiting, "laptop": up}, "a")
 
 
-def test_what_is_resumed_is_said_with_its_step() -> None:
+def test_what_is_resumed_is_reported_with_its_step() -> None:
     made = plan({"depth": 2, "num_iterations": 100})
     hosts = " on " + ", ".join(HOSTS)
     assert report.begins(made, [state()]) == f"Starting the run {made['run_id']}{hosts}."
@@ -456,14 +456,14 @@ def test_durations_in_words(seconds: float | None, text: str) -> None:
 def test_an_evaluation_that_has_not_finished_names_each_cause() -> None:
     lost = {"outcome": "retryable", "reason": "Lost rank 1 (laptop)", "rank": 0}
     tower, laptop = state(**stored(), outcome=lost), state(**stored(), failed_unit=True)
-    said = report.evaluation_failure({"tower": tower, "laptop": laptop})
-    assert said.splitlines() == [
+    printed = report.evaluation_failure({"tower": tower, "laptop": laptop})
+    assert printed.splitlines() == [
         "laptop: its unit ended without an outcome (failed).",
         "Outcome:     retryable: Lost rank 1 (laptop)",
     ]
     done = {"outcome": "finished", "reason": "Evaluated.", "rank": 0}
-    said = report.evaluation_failure({"tower": state(outcome=done), "laptop": {"unreachable": True}})
-    assert said == "laptop did not answer."
+    printed = report.evaluation_failure({"tower": state(outcome=done), "laptop": {"unreachable": True}})
+    assert printed == "laptop did not answer."
 
 
 def test_hosts_that_know_nothing_of_the_active_elastic_run_are_found() -> None:

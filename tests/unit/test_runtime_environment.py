@@ -221,9 +221,9 @@ def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() ->
         ("3.11-x86_64-cuda", "cuda"),
         ("3.11-x86_64-cu126", "cuda"),
     ]
-    said = filters.runtime_summary(["a", "b", "c"], mixed)
-    assert "torch 2.13.0, the trainer pppppppppppp" in said
-    assert "3.11-x86_64-cu126 zzzzzzzzzzzz on c" in said
+    printed = filters.runtime_summary(["a", "b", "c"], mixed)
+    assert "torch 2.13.0, the trainer pppppppppppp" in printed
+    assert "3.11-x86_64-cu126 zzzzzzzzzzzz on c" in printed
 
 
 def test_a_dry_run_before_the_first_setup_has_nothing_to_compare() -> None:

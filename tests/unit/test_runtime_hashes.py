@@ -58,7 +58,7 @@ def test_the_cpu_build_of_torch_has_a_committed_hash_for_the_python_of_most_host
     assert "2.13.0+cpu" in committed("3.11", "x86_64", "train")["torch"]
 
 
-def test_the_file_says_for_which_hosts_no_hash_of_torch_is_known() -> None:
+def test_the_file_shows_for_which_hosts_no_hash_of_torch_is_known() -> None:
     text = HASHES.read_text()
     unknown = set(re.findall(r"^#   Python (\S+) on (\S+)$", text, re.MULTILINE))
     known = set(re.findall(r'\+cpu ; python_version == "(\S+)" and platform_machine == "(\S+)"', text))

@@ -215,7 +215,7 @@ def test_check_mode_starts_nothing_and_shows_the_command(
     assert not called(systemd, "systemd-run ")
 
 
-def test_a_start_that_systemd_refuses_is_told(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_systemd_refuses_is_reported(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (systemd / "refuse").touch()
     result = call(transient_unit, monkeypatch, name="nanofleet-a", argv=["x"])
     assert result["failed"]

@@ -70,7 +70,7 @@ class OutcomeRecord(RunFigures):
     first_loss: loss of the first step of the run.
     checkpoint: path of the newest checkpoint, relative to the run directory.
     sample: the last generated text.
-    alone: if the run is transferred to one host, a dict with host, seconds, together and `said` (see
+    alone: if the run is transferred to one host, a dict with host, seconds, together and table (see
         TransferToHost in trainer/outcome.py); else None.
     """
 

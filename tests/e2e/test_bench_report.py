@@ -23,7 +23,7 @@ def _ready(fleet: Fleet, dataset: Path) -> None:
 
 def test_a_fleet_is_measured_and_left_as_it_was(fleet: Fleet, tmp_path: Path) -> None:
     before = {host: fleet.on(host, "ls /var/lib/nanofleet/runs") for host in HOSTS}
-    said = fleet.play("bench.yml", bench_cases=STAGES, bench_out=tmp_path, **TINY).stdout
+    printed = fleet.play("bench.yml", bench_cases=STAGES, bench_out=tmp_path, **TINY).stdout
     rows = {row["case"]: row for row in json.loads((tmp_path / "bench.json").read_text())["rows"]}
     assert set(rows) == set(STAGES.split(","))
     for mode in ("exact", "dense"):
@@ -33,7 +33,7 @@ def test_a_fleet_is_measured_and_left_as_it_was(fleet: Fleet, tmp_path: Path) ->
         assert row["ratio"] > 0
         assert row["bound"] > 0
     assert rows["exact-1024"]["payload"] < rows["dense-1024"]["payload"]
-    assert "of the bound" in said
+    assert "of the bound" in printed
     assert (tmp_path / "bench.png").stat().st_size > 1000
     assert {host: fleet.on(host, "ls /var/lib/nanofleet/runs") for host in HOSTS} == before
     for host in HOSTS:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .faults import FAULTS, Fault, Lab, Said, ask_doctor, table
+from .faults import FAULTS, DoctorOutput, Fault, Lab, ask_doctor, table
 from .lab import ROOT, Fleet
 
 pytestmark = pytest.mark.lab
@@ -35,10 +35,10 @@ def lab(fleet: Fleet, dataset: Path) -> Lab:
     return Lab(fleet)
 
 
-def check(said: Said, fault: Fault, lab: Lab) -> None:
+def check(printed: DoctorOutput, fault: Fault, lab: Lab) -> None:
     host = lab.names[(fault.blames or fault.host) - 1]
-    found = said.findings(fault.code)
-    assert [each["host"] for each in found] == [host], f"{fault.name}: {said.text}"
+    found = printed.findings(fault.code)
+    assert [each["host"] for each in found] == [host], f"{fault.name}: {printed.text}"
     (finding,) = found
     assert finding["severity"] == fault.severity
     for words in fault.says:
@@ -59,18 +59,18 @@ def leftovers(lab: Lab) -> list[str]:
 
 def test_good_hosts_get_a_matrix_and_nothing_is_left(lab: Lab, dataset: Path, tmp_path: Path) -> None:
     before = leftovers(lab)
-    said = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
-    assert said.report["good"]
-    assert not [each for each in said.report["findings"] if each["severity"] == "error"]
-    assert said.report["seconds"] <= said.seconds < allowed_seconds()
+    printed = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
+    assert printed.report["good"]
+    assert not [each for each in printed.report["findings"] if each["severity"] == "error"]
+    assert printed.report["seconds"] <= printed.seconds < allowed_seconds()
     for host in lab.names:
-        measured = said.report["hosts"][host]
+        measured = printed.report["hosts"][host]
         assert measured["gemm_gflops"]["float32"] > 1
         assert measured["gemm_gflops"]["bfloat16"] > 0.1
         assert measured["copy_gb_s"] > 0.5
         assert measured["cores"] == 1
-    assert said.report["pairs"]
-    for pair in said.report["pairs"]:
+    assert printed.report["pairs"]
+    for pair in printed.report["pairs"]:
         assert pair["open"]
         assert pair["mtu"] == {"sent": 1500, "passes": 1500, "swallowed": False}
         assert 0 < pair["rtt_ms"]["median"] < 50
@@ -84,10 +84,10 @@ def test_faults_of_different_kinds_are_found_in_one_look(lab: Lab, dataset: Path
     with ExitStack() as planted:
         for fault in faults:
             planted.enter_context(lab.planted(fault))
-        said = ask_doctor(lab.fleet, tmp_path, fails=True, data=dataset)
+        printed = ask_doctor(lab.fleet, tmp_path, fails=True, data=dataset)
     for fault in faults:
-        check(said, fault, lab)
-    assert not said.report["good"]
+        check(printed, fault, lab)
+    assert not printed.report["good"]
 
 
 def test_train_looks_at_a_changed_fleet_first(lab: Lab, dataset: Path) -> None:
@@ -103,17 +103,19 @@ def test_train_leaves_an_unchanged_fleet_and_doctor_an_active_run_alone(
     lab: Lab, dataset: Path, tmp_path: Path
 ) -> None:
     ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
-    knobs = {**TINY, "steps": 4000, "data_dir": dataset}
-    started = lab.fleet.play("train.yml", run_id="alone", **knobs)
+    settings = {**TINY, "steps": 4000, "data_dir": dataset}
+    started = lab.fleet.play("train.yml", run_id="alone", **settings)
     try:
         assert "Checking the paths" not in started.stdout
-        said = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
-        assert said.report["active_runs"] == {name: ["nanofleet-alone.service"] for name in lab.names}
-        assert said.report["pairs"]
-        assert all(pair["open"] and pair["rtt_ms"] for pair in said.report["pairs"])
-        assert all(pair["mbit"] is None and pair["allreduce_mbit"] is None for pair in said.report["pairs"])
-        assert "nanofleet-alone.service is active and was not disturbed" in said.text
-        again = " ".join(lab.fleet.play("train.yml", run_id="alone", **knobs).stdout.split())
+        printed = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
+        assert printed.report["active_runs"] == {name: ["nanofleet-alone.service"] for name in lab.names}
+        assert printed.report["pairs"]
+        assert all(pair["open"] and pair["rtt_ms"] for pair in printed.report["pairs"])
+        assert all(
+            pair["mbit"] is None and pair["allreduce_mbit"] is None for pair in printed.report["pairs"]
+        )
+        assert "nanofleet-alone.service is active and was not disturbed" in printed.text
+        again = " ".join(lab.fleet.play("train.yml", run_id="alone", **settings).stdout.split())
         assert "The run alone is active" in again, "it still runs"
     finally:
         lab.fleet.play("stop.yml", run_id="alone", stop_now="true")
@@ -127,13 +129,13 @@ def test_every_fault_is_named(lab: Lab, dataset: Path, tmp_path: Path) -> None:
         inventory = lab.inventory_with(fault, tmp_path)
         fleet = Fleet(lab.fleet.workdir, inventory) if inventory else lab.fleet
         with lab.planted(fault):
-            said = ask_doctor(fleet, tmp_path, fails=fault.severity == "error", data=dataset)
+            printed = ask_doctor(fleet, tmp_path, fails=fault.severity == "error", data=dataset)
         try:
-            check(said, fault, lab)
-            assert said.seconds < allowed_seconds(), f"{fault.name} took {said.seconds:.0f} s"
+            check(printed, fault, lab)
+            assert printed.seconds < allowed_seconds(), f"{fault.name} took {printed.seconds:.0f} s"
         except AssertionError as error:  # all of them are shown: planting each takes minutes
             wrong.append(str(error))
-        rows.append((fault, said))
+        rows.append((fault, printed))
     good = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
     assert wrong == []
     page = ROOT / "docs" / "doctor.md"

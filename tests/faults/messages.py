@@ -14,7 +14,7 @@ class Row:
 
     fault: str
     seconds: float
-    said: str
+    printed: str
     then: str
     pause: Pause | None = None  # of a run that went on
 
@@ -41,7 +41,7 @@ class Pause:
 
 
 @dataclass
-class Said:
+class AwaitedLine:
     """A line that was waited for."""
 
     planted: float
