@@ -7,7 +7,7 @@
     make bench ARGS="--record"              all cases, then docs/recorded/bench.json for the documentation
 
 Depth 8, rows of 1,024 tokens. Prints the expected duration, measures each case with `bench.yml`, writes the
-figures of the case to OUT/GROUP/stages, and writes OUT/targets.md, OUT/targets.json and a report per group.
+figures of the case to OUT/GROUP/cases, and writes OUT/targets.md, OUT/targets.json and a report per group.
 Run no other load on the machine: the tables show the share of its cores that each process had.
 
 Two hosts on one machine slow each other down, because they share its memory bus and its clock. Separate
@@ -92,7 +92,7 @@ class Job:
 
     def file(self, group: str, case: str) -> Path:
         folder = self.out / group / (IDLE if case.startswith(IDLE) else "")
-        return folder / "stages" / f"{plain(case)}.json"
+        return folder / "cases" / f"{plain(case)}.json"
 
     def measured(self, group: str, case: str) -> bool:
         """Whether the result file of a case exists and has the current SCHEMA."""
@@ -265,7 +265,7 @@ def neighbour(job: Job, case: str, files: Sequence[Path]) -> Iterator[None]:
 
 def unsteady(job: Job, group: Group, cases: Sequence[str]) -> dict[str, float]:
     """The cases whose GEMM rate differs from that of their baseline by more than STEADY: {case: ratio}."""
-    results, _ = load(job.out / group.name / "stages")
+    results, _ = load(job.out / group.name / "cases")
     speeds = {
         case: relative_gemm_rate(results[case], results.values(), group.slow_second)
         for case in cases
@@ -358,12 +358,12 @@ def run(
 def conclude(job: Job) -> int:
     """Write and print the tables of all results. Returns 1 if a requested case could not be measured."""
     lines = [f"{machine()}, {time.strftime('%Y-%m-%d')}.", ""]
-    host, _ = load(job.out / "host/stages")
+    host, _ = load(job.out / "host/cases")
     if host:
         lines += [host_table(host), ""]
     rows: dict[str, dict[str, Any]] = {}
     for group in GROUPS:
-        folder = job.out / group.name / "stages"
+        folder = job.out / group.name / "cases"
         results, _ = load(folder)
         if results:
             report = [sys.executable, "-m", "trainer.bench.report", str(folder), "--out", str(folder.parent)]

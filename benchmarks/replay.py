@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.report:
         measure(args.out.resolve())
-    results, _ = load(args.out / "stages")
+    results, _ = load(args.out / "cases")
     missing = [name for name in CASES if name not in results]
     if missing:
         print(f"Not measured: {', '.join(missing)}. Fix: make replay", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""bench.yml on a lab: figures that are real, kept stage by stage, and hosts that are as before."""
+"""bench.yml on a lab: figures that are real, kept case by case, and hosts that are as before."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def test_a_fleet_is_measured_and_left_as_it_was(fleet: Fleet, tmp_path: Path) ->
     assert "Measure exact-1024" not in again.stdout
 
 
-def test_a_stage_that_cannot_be_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_case_that_cannot_be_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     refused = fleet.play("bench.yml", fails=True, bench_cases="exakt-1024", bench_out=tmp_path, **TINY)
     assert "its kind is single" in refused.stdout

@@ -1,4 +1,4 @@
-"""doctor.yml against hosts with faults: it must name each, its host and what mends it, and leave nothing.
+"""doctor.yml against hosts with faults: it must name each, its host and the fix for it, and leave nothing.
 
 Its place after test_run.py spares a second setup. The slow test plants every fault by itself and writes the
 table of docs/doctor.md; it takes about 6 minutes. The others cost

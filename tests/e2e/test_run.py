@@ -142,8 +142,8 @@ def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
         assert fleet.on(host, "pgrep -u nanofleet -fc 'trainer [t]rain' || true") == "0"
         assert "29500" not in fleet.on(host, "ss -Htln")
     assert fleet.play("stop.yml", run_id="long").changed() == 0
-    for verb in ("status.yml", "logs.yml", "stop.yml"):
-        assert "Did you mean long?" in fleet.play(verb, fails=True, run_id="lonh").stdout
+    for playbook in ("status.yml", "logs.yml", "stop.yml"):
+        assert "Did you mean long?" in fleet.play(playbook, fails=True, run_id="lonh").stdout
 
     fleet.play("train.yml", run_id="long", steps=4000, eval_every=0, **TINY)
     assert metrics(fleet, "long")[-1]["step"] > stopped["step"]
@@ -301,9 +301,11 @@ def test_a_host_whose_key_has_changed_is_refused(fleet: Fleet, tmp_path: Path) -
     swapped = [f"{line[0]} {other[1]}" for line, other in zip(lines, reversed(lines), strict=True)]
     (tmp_path / "known_hosts").write_text("\n".join(swapped) + "\n")
     # A connection that is kept from before would not be asked for its key again.
-    anew = "  vars:\n    ansible_ssh_args: -o ControlMaster=no -o ControlPath=none\n"
+    new_connections = "  vars:\n    ansible_ssh_args: -o ControlMaster=no -o ControlPath=none\n"
     inventory = tmp_path / "hosts.yml"
-    inventory.write_text(text.replace(known, str(tmp_path / "known_hosts")).replace("  vars:\n", anew))
+    inventory.write_text(
+        text.replace(known, str(tmp_path / "known_hosts")).replace("  vars:\n", new_connections)
+    )
     printed = Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="key", **TINY).stdout
     assert " ".join(printed.split()).count("the controller does not know the host's SSH key") >= len(HOSTS), (
         printed

@@ -16,7 +16,7 @@ class Row:
     seconds: float
     printed: str
     then: str
-    pause: Pause | None = None  # of a run that went on
+    pause: Pause | None = None  # of a run that continued
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Pause:
         """From the time of each step in metrics.jsonl, where a resumed run replaces the steps it does again.
 
         `planted` is by the same clock, `made` the last step before the run paused, `resumed` the step of the
-        checkpoint that it went on from; None where the same attempt went on, after its longest wait.
+        checkpoint that it continued from; None where the same attempt continued, after its longest wait.
         """
         if resumed is not None:
             return cls(times[resumed + 1] - planted, max(0, made - resumed))

@@ -93,19 +93,19 @@ class Site:
 
     # -- what a person does ----------------------------------------------------------------------------
 
-    def play(self, verb: str, run_id: str, *, fails: bool = False, **settings: Any) -> str:
+    def play(self, playbook: str, run_id: str, *, fails: bool = False, **settings: Any) -> str:
         """Run a playbook to its end; returns its output."""
-        return self.fleet.play(verb, fails=fails, run_id=run_id, data_dir=self.data, **settings).stdout
+        return self.fleet.play(playbook, fails=fails, run_id=run_id, data_dir=self.data, **settings).stdout
 
     def train(self, run_id: str, *, fails: bool = False, **settings: Any) -> str:
         return self.play("train.yml", run_id, fails=fails, **{**TINY, "elastic": self.elastic, **settings})
 
-    def begin(self, verb: str, run_id: str, folder: Path, **settings: Any) -> Play:
-        """Start a playbook and go on."""
-        log = folder / f"{verb}-{run_id}.log"
-        run = {**TINY, "elastic": self.elastic} if verb == "train.yml" else {}
+    def begin(self, playbook: str, run_id: str, folder: Path, **settings: Any) -> Play:
+        """Start a playbook and continue."""
+        log = folder / f"{playbook}-{run_id}.log"
+        run = {**TINY, "elastic": self.elastic} if playbook == "train.yml" else {}
         words = {**run, **settings, "run_id": run_id, "data_dir": self.data}
-        command = ["ansible-playbook", "-i", str(self.fleet.inventory), verb]
+        command = ["ansible-playbook", "-i", str(self.fleet.inventory), playbook]
         for name, value in words.items():
             command += ["-e", f"{name}={value}"]
         environment = {**os.environ, **ENVIRONMENT}
@@ -248,9 +248,9 @@ class Site:
         host: int = 1,
         restarts: bool = True,
     ) -> AwaitedLine:
-        """Plant a fault in a run that trains: its words come in time, the run goes on; a row of it.
+        """Plant a fault in a run that trains: its words come in time, the run continues; a row of it.
 
-        `host` is the one whose log has the words. Without `restarts` the same attempt must go on.
+        `host` is the one whose log has the words. Without `restarts` the same attempt must continue.
         """
         self.trains(run_id, beyond=self.step(run_id))
         restarted = self.unit(COORDINATOR, run_id)["NRestarts"]

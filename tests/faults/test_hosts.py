@@ -58,7 +58,7 @@ def test_a_host_without_power_returns_to_its_run_by_itself(site: Site, run: str)
 
 
 def test_a_host_leaves_for_good_and_another_joins(site: Site, run: str, tmp_path: Path) -> None:
-    """It is shut down in order; the rest goes on from the checkpoint, with an inventory of the rest."""
+    """It is shut down in order; the rest continues from the checkpoint, with an inventory of the rest."""
     before, step = site.log_size(COORDINATOR, run), site.step(run)
     with site.awaits_line(run, site.names[1], "Asked to end by SIGTERM", seconds=30) as awaited:
         site.outside("podman stop --time 30 {name}", WORKER)

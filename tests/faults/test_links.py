@@ -1,4 +1,4 @@
-"""A network that is cut, cut one way, or slow, under one run: what its ranks say, and that it goes on."""
+"""A network that is cut, cut one way, or slow, under one run: what its ranks say, and that it continues."""
 
 from __future__ import annotations
 

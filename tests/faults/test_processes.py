@@ -1,4 +1,4 @@
-"""Processes that die, run short of memory or of a tracker, files that are damaged: the run goes on.
+"""Processes that die, run short of memory or of a tracker, files that are damaged: the run continues.
 
 One run gets all of them, one after another. Its losses are at last those of a run that nobody disturbed.
 """
@@ -112,7 +112,7 @@ def test_the_tracker_is_killed_and_comes_back(site: Site, run: str) -> None:
 
 
 def test_a_run_file_that_differs_ends_the_run_with_a_table(site: Site, run: str) -> None:
-    """Seen by the contract at the next attempt; train.yml renders it again and the run goes on."""
+    """Seen by the contract at the next attempt; train.yml renders it again and the run continues."""
     path = f"{STATE}/runs/{run}/run.json"
     site.inside(WORKER, f'sed -i \'s/"seed": [0-9]*/"seed": 7/\' {path} && grep -q \'"seed": 7\' {path}')
     log = site.log_size(COORDINATOR, run)

@@ -1,6 +1,6 @@
 """A rank with a fault planted: at a step, once it has its gradients, it burns, sleeps, fails or diverges.
 
-Or it is slow: from that step on, each row takes so many seconds longer, and rows are shared out anew sooner;
+Or it is slow: from that step on, each row takes so many seconds longer, and rows are shared out again sooner;
 until the file exists that NANOFLEET_TEST_HURRY names.
 Or its disk is (write): the checkpoint of that step takes so many seconds. Or the copy of each file of a
 checkpoint to other hosts takes so many seconds (copy). Or it reads a token of that step that is not there

@@ -128,7 +128,7 @@ def look(rank: Rank) -> tuple[dict[str, Tensor], dict[str, ParameterState], dict
 
 
 def resume(states: Sequence[tuple[Any, ...]], step: int, outer: Outer, owned: Sequence[bool]) -> list[Rank]:
-    """Ranks that go on from what `look` and the optimizers had after `step`; some without their own file."""
+    """Ranks that continue from what `look` and the optimizers had after `step`; some have no file."""
     room = Room(len(owned))
     ranks = [Rank(rank, len(owned), room, outer, torch.float32) for rank in range(len(owned))]
     for rank, has_own in zip(ranks, owned, strict=True):

@@ -58,7 +58,7 @@ class StandIn:
         self._server.server_close()
 
     def lose_everything(self) -> None:
-        """As a server whose database was made anew."""
+        """As a server whose database was made again."""
         self.experiments: dict[str, str] = {}
         self.runs: dict[str, dict[str, Any]] = {}
         self.received = 0

@@ -41,7 +41,7 @@ def bench(tmp_path: Path, *arguments: str, ranks: int = 1) -> dict[str, Any]:
 
 
 def test_work_of_depth_8() -> None:
-    """The figures that the bars were set with."""
+    """The figures that the targets were set with."""
     with torch.device("meta"):
         model = GPT(GPTConfig.from_depth(8, vocab_size=32_768))
     optimizer = build_optimizer(model, **RATES)
@@ -62,7 +62,7 @@ def test_limit_is_products_and_bytes() -> None:
     assert iterated_flops(4, 2) == iterated_flops(2, 4) == 5 * (4 * 16 + 2 * 8)
 
 
-def test_a_step_is_held_against_what_was_measured_beside_it() -> None:
+def test_a_step_is_compared_with_what_was_measured_beside_it() -> None:
     """A host at half its speed for a while is as near to its limit as before."""
     assert share_of_limit([[8.0, 8.0, 16.0, 16.0, 16.0]], [10.0, 15.0, 20.0, 20.0]) == pytest.approx(0.8)
     assert share_of_limit([[6.0, 4.0], [4.0, 8.0]], [10.0]) == pytest.approx(0.7), "by the slower rank"
@@ -113,7 +113,7 @@ def test_ranks_count_what_they_send(tmp_path: Path) -> None:
     sent = 3 * round_of_three["ranks"][0]["counted_mean"]
     assert sent < 1.1 * dense["ranks"][0]["counted"] / 4
     times = {len(rank["rates_all"]) for rank in round_of_three["ranks"]}
-    assert times == {1}, "a fragment is on its way between any two of its steps"
+    assert times == {1}, "a fragment is in flight between any two of its steps"
 
 
 @pytest.mark.processes

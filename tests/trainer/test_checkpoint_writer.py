@@ -102,7 +102,7 @@ def test_saves_by_minutes_and_samples_on_the_way(data_dir: Path, tmp_path: Path)
 
 
 def test_a_second_attempt_at_a_finished_run_has_its_outcome(data_dir: Path, tmp_path: Path) -> None:
-    """With nothing left to do, and so no text written anew."""
+    """With nothing left to do, and so no text written again."""
     outcomes = [json.loads(train_here(data_dir, tmp_path).path.read_text()) for _ in range(2)]
     kept = ("outcome", "step", "loss", "val_bpb", "checkpoint", "sample")
     first, second = ({name: outcome[name] for name in kept} for outcome in outcomes)

@@ -226,13 +226,13 @@ def test_another_number_of_ranks(owned: tuple[bool, ...], compression: dict[str,
             assert equal(rank.own(), rank.in_common())
             assert not any(error.any() for error in errors)
 
-    def go_on(rank: Rank) -> list[Tensor]:
+    def continue_run(rank: Rank) -> list[Tensor]:
         for step in range(5, 9):
             rank.step(batches_of(step, (1, 3, 2, 2)[: len(owned)]))
         rank.sync.finish()
         return rank.own()
 
-    ends = together(others, go_on)
+    ends = together(others, continue_run)
     assert all(equal(end, ends[0]) for end in ends)
 
 

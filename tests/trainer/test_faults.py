@@ -96,7 +96,7 @@ def test_a_killed_rank_is_gone_and_another_attempt_makes_sense(start: Start) -> 
 # On a busy machine a rank that computes gets less than the half of a core that is called slow.
 @pytest.mark.parametrize(("fault", "effort"), [("burn", r"(?:slow: )?\d+ %"), ("sleep", r"idle: \d+ %")])
 def test_a_slow_rank_is_named_and_waited_for(start: Start, fault: str, effort: str) -> None:
-    """Computing, or waiting for something; its stack is on rank 0's disk, and the run goes on."""
+    """Computing, or waiting for something; its stack is on rank 0's disk, and the run continues."""
     ranks = start(2, num_iterations=12, env=[IMPATIENT] * 2, faults=[NONE, f"{fault} 8 9"])
     ranks[0].reach_step(7)
     wait_for_diagnosis(

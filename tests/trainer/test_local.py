@@ -93,7 +93,7 @@ COMPRESSIONS = [{"bits": 8}, {"bits": 4}, {"bits": 2}, {"bits": 2, "topk": 320}]
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
-def test_ranks_agree_bitwise_and_go_on_bitwise(compression: dict[str, Any]) -> None:
+def test_ranks_agree_bitwise_and_continue_run_bitwise(compression: dict[str, Any]) -> None:
     """Three unequal ranks that differ between meetings; broken off after step 7 and taken up elsewhere."""
     rows, outer, room = (1, 3, 2), Outer(steps=4, delay=1, **compression), Room(3)
     ranks = [Rank(rank, 3, room, outer, torch.float32) for rank in range(3)]
@@ -116,13 +116,13 @@ def test_ranks_agree_bitwise_and_go_on_bitwise(compression: dict[str, Any]) -> N
     saved = [(seen, rank.optimizer.state_dict()) for seen, rank in zip(looks, ranks, strict=True)]
     others = resume(saved, 7, outer, [True] * 3)
 
-    def go_on(rank: Rank) -> list[Tensor]:
+    def continue_run(rank: Rank) -> list[Tensor]:
         for step in range(7, 12):
             rank.step(batches_of(step, rows))
         rank.sync.finish()
         return rank.in_common()
 
-    ends, resumed = together(ranks, go_on), together(others, go_on)
+    ends, resumed = together(ranks, continue_run), together(others, continue_run)
     assert all(equal(ends[0], end) for end in [*ends, *resumed])
     mine = [[p.detach().clone() for p in rank.model.parameters()] for rank in ranks]
     assert equal(mine[0], mine[2]), "after the end nobody has anything of its own"
@@ -174,13 +174,13 @@ def test_a_checkpoint_in_a_sync_round_resumes_bitwise(compression: dict[str, Any
         others = resume(states, step, outer, [True] * 3)
         assert others[0].sync.is_idle() == (not any("round_table" in s for s in states[0][0][1].values()))
 
-        def go_on(rank: Rank, step: int = step) -> list[Tensor]:
+        def continue_run(rank: Rank, step: int = step) -> list[Tensor]:
             for later in range(step, last):
                 rank.step(batches_of(later, rows))
             rank.sync.finish()
             return rank.own()
 
-        assert all(equal(end, ends[0]) for end in together(others, go_on)), f"saved after step {step}"
+        assert all(equal(end, ends[0]) for end in together(others, continue_run)), f"saved after step {step}"
     assert len(in_flight) == len(ranks[0].sync._fragments), "some fragment was never in flight"
 
 
@@ -205,7 +205,7 @@ def test_ranks_without_their_own_file_finish_the_sync_round(owned: tuple[bool, .
     others = resume([saved[rank] for rank in range(3)], 6, outer, owned)
     assert not others[0].sync.is_idle()
 
-    def go_on(rank: Rank) -> list[Tensor]:
+    def continue_run(rank: Rank) -> list[Tensor]:
         for fragment in rank.sync._fragments:
             if fragment.sync_round:
                 rank.sync._finish_round(fragment)
@@ -215,7 +215,7 @@ def test_ranks_without_their_own_file_finish_the_sync_round(owned: tuple[bool, .
         rank.sync.finish()
         return outer_parameters + rank.own()
 
-    ends = together(others, go_on)
+    ends = together(others, continue_run)
     assert all(equal(end, ends[0]) for end in ends)
     assert equal(ends[0][: len(arrived[0])], arrived[0]), "the outer step is that of the ranks that sent"
 

@@ -63,7 +63,7 @@ def regroup(
     return steps.pop()
 
 
-def go_on(ranks: list[Rank], first: int, steps: int) -> None:
+def continue_run(ranks: list[Rank], first: int, steps: int) -> None:
     """Train, and check after each step that the shared parameters are the same to the last bit."""
     rows = ROWS[: len(ranks)]
 
@@ -104,7 +104,7 @@ def test_a_round_that_nobody_has_completed_is_taken_back_and_started_again(outer
         assert now.decay == pytest.approx(then.decay, rel=1e-14)
         for expected, found in zip(owed(then), owed(now), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    go_on(ranks, 6, 8)
+    continue_run(ranks, 6, 8)
     (again,) = (f for f in ranks[0].sync._fragments if f.names == names)
     assert again.completed > 6
 
@@ -144,7 +144,7 @@ def test_a_round_that_one_rank_has_completed_is_completed_on_all(outer: Outer) -
         for now, then in pairs:
             if now.names == due[0].names:  # other rounds were taken back
                 assert equal(now.parameters, then.parameters)
-    go_on(ranks[:2], 9, 8)
+    continue_run(ranks[:2], 9, 8)
 
 
 @pytest.mark.parametrize("outer", OUTERS)
@@ -158,7 +158,7 @@ def test_a_rank_that_joins_starts_from_the_shared_parameters(outer: Outer) -> No
     assert equal(new.own(), ranks[0].in_common())
     assert equal(new.in_common(), ranks[0].in_common())
     assert all(map(equal, (rank.own() for rank in ranks[:2]), own))
-    go_on(ranks, 8, 14)
+    continue_run(ranks, 8, 14)
 
 
 @pytest.mark.parametrize("stale", [0, 2])
@@ -169,14 +169,14 @@ def test_a_rank_that_has_missed_steps_takes_part_again(stale: int, missed: int, 
     ranks = ranks_after(left_at, OUTERS[0])
     missing = ranks.pop(stale)
     assert regroup(ranks, left_at) == left_at
-    go_on(ranks, left_at, missed)
+    continue_run(ranks, left_at, missed)
     ranks.insert(stale, missing)
     now = left_at + missed
     # The last step of the others may be one that nobody has completed.
     expected = now - 1 if stale == 0 else now
     assert regroup(ranks, left_at if stale == 0 else now) == expected
     assert equal(missing.in_common(), ranks[1].in_common())
-    go_on(ranks, expected, 8)
+    continue_run(ranks, expected, 8)
 
 
 def test_the_last_step_is_trained_again() -> None:
@@ -184,7 +184,7 @@ def test_the_last_step_is_trained_again() -> None:
     ranks = ranks_after(8, OUTERS[0])[:2]
     assert regroup(ranks, 8, last=7) == 7
     assert regroup(ranks, 7, last=7) == 7
-    go_on(ranks, 7, 1)
+    continue_run(ranks, 7, 1)
 
 
 def test_rounds_of_the_same_step_that_differ_are_made_equal() -> None:
@@ -199,14 +199,14 @@ def test_rounds_of_the_same_step_that_differ_are_made_equal() -> None:
     assert not equal(alone.in_common(), ranks[0].in_common())
     regroup([*ranks, alone], 8)
     assert equal(alone.in_common(), ranks[0].in_common())
-    go_on([*ranks, alone], 8, 3)
+    continue_run([*ranks, alone], 8, 3)
 
 
 @pytest.mark.parametrize("outer", OUTERS)
 def test_a_rank_that_has_fetched_the_state_needs_only_what_has_changed_since(outer: Outer) -> None:
     ranks = ranks_after(8, outer)[:2]
     regroup(ranks, 8)
-    go_on(ranks, 8, 2)
+    continue_run(ranks, 8, 2)
     new = Rank(2, 3, Room(3), outer, torch.float64)
     with ranks[0].sync.shared_parameters():  # as in an evaluation
         swapped = list(ranks[0].sync.copy_outer({}))
@@ -217,14 +217,14 @@ def test_a_rank_that_has_fetched_the_state_needs_only_what_has_changed_since(out
     )
     new.optimizer.load_state_dict(copy.deepcopy(ranks[0].optimizer.state_dict()))
     assert equal(new.own(), ranks[0].in_common())
-    go_on(ranks, 10, 3)
+    continue_run(ranks, 10, 3)
     ranks.append(new)
     sent: list[int] = []
     regroup(ranks, 13, sent=sent)
     everything = 3 * 2 * sum(p.numel() for p in new.model.parameters())  # outer, momentum, on 3 ranks
     assert 0 < sum(sent) < 0.9 * everything
     assert equal(new.in_common(), ranks[0].in_common())
-    go_on(ranks, 13, 10)
+    continue_run(ranks, 13, 10)
 
 
 def test_fragments_that_have_changed_are_fetched_again() -> None:
@@ -233,7 +233,7 @@ def test_fragments_that_have_changed_are_fetched_again() -> None:
     regroup(ranks, 8)
     known: dict[int, tuple[int, int]] = {}
     new.sync.load_outer(ranks[0].sync.copy_outer(known))
-    go_on(ranks, 8, 3)
+    continue_run(ranks, 8, 3)
     changed = [f for f in ranks[0].sync._fragments if f.completed > 8]
     again = list(ranks[0].sync.copy_outer(known))
     assert 0 < len(again) == len(changed) < len(known)
@@ -245,7 +245,7 @@ def test_fragments_that_have_changed_are_fetched_again() -> None:
     regroup(ranks, 11, sent=sent)
     rows = len(new.model.transformer.wte.weight)
     assert set(sent) <= {rows}, "only the steps at which rows were active"
-    go_on(ranks, 11, 8)
+    continue_run(ranks, 11, 8)
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
@@ -255,7 +255,7 @@ def test_the_step_of_an_outer_step_is_known_before(delay: int) -> None:
     for step in range(2, 16):
         before = [f.completed for f in ranks[0].sync._fragments]
         expected.append(ranks[0].sync.takes_outer_step(step))
-        go_on(ranks, step - 1, 1)
+        continue_run(ranks, step - 1, 1)
         found.append([f.completed for f in ranks[0].sync._fragments] != before)
         assert not ranks[0].sync.takes_outer_step(step), "it has been taken"
     assert expected == found
@@ -275,7 +275,7 @@ def test_a_checkpoint_without_the_rounds_in_flight_is_continued(outer: Outer) ->
         rank.model.load_state_dict(shared)
         rank.sync.load(8, found[1 + rank.rank], {})
         assert equal(rank.in_common(), ranks[0].in_common())
-    go_on(others, 8, 10)
+    continue_run(others, 8, 10)
 
 
 def test_a_change_that_fails_halfway_is_repeated() -> None:
@@ -303,4 +303,4 @@ def test_a_change_that_fails_halfway_is_repeated() -> None:
     assert sent == 3
     regroup(ranks, 8)
     assert equal(ranks[0].in_common(), shared)
-    go_on(ranks, 8, 10)
+    continue_run(ranks, 8, 10)

@@ -174,7 +174,7 @@ def test_lines_come_at_once_through_a_pipe(data_dir: Path, tmp_path: Path) -> No
     shell.wait(120)
     shell.stdout.close()
     assert first.startswith("[rank 0] step 1/2000 loss ")
-    assert beat["step"] < 1000, "the line came while the run went on"
+    assert beat["step"] < 1000, "the line came while the run continued"
     assert rest.splitlines()[-1].startswith("[rank 0] stopped: Asked to end by SIGTERM"), "to the last word"
 
 

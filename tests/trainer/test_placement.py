@@ -357,7 +357,7 @@ def test_shares_as_text(tmp_path: Path) -> None:
         RunConfig(sync_allow="dense")
 
 
-def test_a_prediction_is_held_against_the_outcome() -> None:
+def test_a_prediction_is_compared_with_the_outcome() -> None:
     prediction = Prediction("exact", 5.213, 8.0, "tower")
     assert prediction.against(5.44) == "Predicted 5.21 s a step, measured 5.44."
     assert Prediction.load(asdict(prediction)) == prediction
@@ -365,7 +365,7 @@ def test_a_prediction_is_held_against_the_outcome() -> None:
 
 
 def test_shares_that_change_on_the_way_keep_the_curve(start: Start, data_dir: Path, tmp_path: Path) -> None:
-    """A rank is slow on purpose: it gives rows away, the run is killed, goes on with the shares it had.
+    """A rank is slow on purpose: it gives rows away, the run is killed, continues with the shares it had.
 
     All in float64: every loss is that of one rank alone; digests are compared after every step.
     """

@@ -120,7 +120,7 @@ def test_damaged_files_do_not_stand_in_the_way(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_first_attempt_that_made_no_step_may_be_the_last(tmp_path: Path) -> None:
-    """train.yml waits for the first step and says why there is none: nothing must go on behind its back."""
+    """train.yml waits for the first step and reports why there is none: nothing may continue meanwhile."""
     attempt(tmp_path, "retryable", 0, "The store did not answer.")
     assert policy.judge(tmp_path).again
     refused = policy.judge(tmp_path, first_must_step=True)

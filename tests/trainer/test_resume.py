@@ -1,4 +1,4 @@
-"""A run that was interrupted goes on as if nothing had been: SIGKILL between any two lines, other ranks."""
+"""A run that was interrupted continues as if nothing had been: SIGKILL between any two lines, other ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def end_of(run_dir: Path) -> tuple[list[str], list[float], list[str]]:
 
 
 def kill_and_resume(data_dir: Path, folder: Path, points: list[int]) -> None:
-    """Kill a run at each point, go on to the end: it must be the end of the run left alone."""
+    """Kill a run at each point, continue to the end: it must be the end of the run left alone."""
     expected = end_of(folder / "alone")
     assert len(expected[1]) == 6
     for start in range(0, len(points), AT_ONCE):
@@ -89,7 +89,7 @@ def kill_and_resume(data_dir: Path, folder: Path, points: list[int]) -> None:
 
 
 def test_killed_between_any_two_lines(data_dir: Path, tmp_path: Path, alone: list[str]) -> None:
-    """Lines drawn anew for each state of the code: two of all, two of the saving beside the loop."""
+    """Lines drawn again for each state of the code: two of all, two of the saving beside the loop."""
     names = {Path(module).name for module in SAVING}
     # Threads race, so the last lines of a run may not be reached again.
     numbers = range(1, len(alone) * 9 // 10)

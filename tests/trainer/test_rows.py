@@ -74,7 +74,7 @@ def test_the_shortest_is_cut_and_its_rest_starts_anew() -> None:
 
 def plain_rows(documents: list[list[int]], row_tokens: int, bos: int, at_hand: int) -> list[list[int]]:
     """The rule as one would say it, slowly: of the first `at_hand` documents the largest that fits, else the
-    shortest is cut, and its rest comes back as one that starts anew. Among equal ones the last to come for
+    shortest is cut, and its rest comes back as one that starts again. Among equal ones the last to come for
     what fits, the first for what is cut."""
     coming, waiting, rows = list(documents), [], []
     while True:
@@ -178,7 +178,7 @@ def test_rows_of_other_data_go_and_those_of_other_lengths_stay(data_dir: Path) -
     new = pack(data_dir, 16)
     assert {path.name for path in (data_dir / "rows").iterdir()} == {".lock", new.path.name}
     assert kept.path != new.path
-    assert (mapped == before).all()  # a run that reads them goes on
+    assert (mapped == before).all()  # a run that reads them continues
 
 
 def test_reading_a_batch_copies_only_its_rows(data_dir: Path) -> None:

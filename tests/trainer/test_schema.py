@@ -101,7 +101,7 @@ def test_a_dense_run_of_an_older_schema_resumes(data: Path, tmp_path: Path, sche
 @pytest.mark.processes
 def test_a_local_run_of_schema_1_resumes_with_each_ranks_own_state(data: Path, tmp_path: Path) -> None:
     run = json.loads((SCHEMA_1 / "local" / "run.json").read_text())
-    run["trainer_digest"] = ""  # train.yml renders it anew with that of the release
+    run["trainer_digest"] = ""  # train.yml renders it again with that of the release
     (tmp_path / "run.json").write_text(json.dumps(run))
     port, ranks = str(free_port()), []
     for rank in (0, 1):

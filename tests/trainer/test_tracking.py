@@ -246,7 +246,7 @@ def test_a_resumed_run_sends_no_step_twice(server: StandIn, begin: Callable[...,
     changed = Facts("run", "d1", {**FACTS.params, "depth": "3", "new": "1"}, {"world_size": "1"})
     second = begin(server.uri, resume_step=10, facts=changed)
     steps(second, 11, 15)
-    until(lambda: server.run["status"] == "RUNNING", "it goes on in the same run")
+    until(lambda: server.run["status"] == "RUNNING", "it continues in the same run")
     steps(second, 16, 30)
     second.close("finished")
     assert [step for step, _ in server.history("train/step_loss")] == list(range(1, 31))

@@ -233,7 +233,7 @@ def test_the_host_is_sampled(tmp_path: Path) -> None:
     again = SystemSampler(tmp_path)
     again.close()  # the last sample is taken at the end
     taken.append(json.loads(path.read_text().splitlines()[-1]))
-    assert [line["step"] for line in taken] == list(range(len(taken))), "an attempt goes on counting"
+    assert [line["step"] for line in taken] == list(range(len(taken))), "an attempt continues counting"
     last = taken[-1]
     assert last["system/process_memory_megabytes"] == pytest.approx(
         psutil.Process().memory_info().rss / 1e6, rel=0.2

@@ -136,7 +136,7 @@ def test_a_killed_torchrun_leaves_no_rank_behind(data_dir: Path, tmp_path: Path)
     torchrun.wait()
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert time.monotonic() < deadline, "a rank goes on without torchrun"
+        assert time.monotonic() < deadline, "a rank continues without torchrun"
         time.sleep(0.05)
     assert rank.outcome()["outcome"] == "retryable"
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measured_stages import measured
+from measured_cases import measured
 
 from benchmarks import lab, targets
 from benchmarks.cases import GROUPS, Group
 from trainer.bench import SCHEMA
 
 
-def test_bars_show_by_how_much_they_are_missed() -> None:
+def test_targets_show_by_how_much_they_are_missed() -> None:
     row = {"ratio": 1.65, "share_of_bound": 0.9, "payload": 180e6, "baseline_share_of_limit": 0.88}
     lines = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()
     assert "missed by 0.05x" in lines[2]
@@ -50,7 +50,7 @@ def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
     return result | {"ranks": [first | {"rates_all": rates}, *others]}
 
 
-def test_a_stage_is_held_against_the_machine_of_its_single() -> None:
+def test_a_case_is_compared_with_the_machine_of_its_single() -> None:
     singles = [measured(2048, 7.0), measured(4096, 12.0)]
     pair = measured(4096, 8.0, ranks=2, sync="exact")
     assert targets.relative_gemm_rate(at(0.7e11, pair), singles) == pytest.approx(0.7)
@@ -64,30 +64,30 @@ def test_a_stage_is_held_against_the_machine_of_its_single() -> None:
     assert targets.relative_gemm_rate(singles[1], singles) is None
 
 
-def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
+def test_cases_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The machine is slow beside `exact` twice, and beside `dense` always."""
     asked: list[tuple[str, ...]] = []
     rates = {"exact-4096-float32": iter([0.7e11, 0.8e11, 1e11]), "dense-4096-float32": iter([0.5e11] * 9)}
 
-    def measure(job: lab.Job, group: Group, stages: list[str], data: Path) -> None:
-        asked.append(tuple(stages))
-        for stage in stages:
-            file = job.file(group.name, stage)
+    def measure(job: lab.Job, group: Group, cases: list[str], data: Path) -> None:
+        asked.append(tuple(cases))
+        for case in cases:
+            file = job.file(group.name, case)
             file.parent.mkdir(parents=True, exist_ok=True)
             result = measured(4096, 12.0)
-            if stage in rates:
-                result = at(next(rates[stage]), measured(4096, 8.0, ranks=2, sync="exact"))
+            if case in rates:
+                result = at(next(rates[case]), measured(4096, 8.0, ranks=2, sync="exact"))
             file.write_text(json.dumps(result))
 
     for name in ("playbook", "set_up", "check_shaped", "limit_second"):
         monkeypatch.setattr(lab, name, lambda *_, **__: 0)
     monkeypatch.setattr(lab, "measure_cases", measure)
     job = lab.Job(argparse.Namespace(again=False, lab="bench"), tmp_path)
-    stages = ["single-4096-float32", *rates]
-    lab.measure_group(job, GROUPS[0], stages, tmp_path)
-    assert asked == [tuple(stages), tuple(rates), tuple(rates)]
+    cases = ["single-4096-float32", *rates]
+    lab.measure_group(job, GROUPS[0], cases, tmp_path)
+    assert asked == [tuple(cases), tuple(rates), tuple(rates)]
     out = capsys.readouterr().out
     assert "exact-4096-float32: its GEMM rate is 70 % of the baseline's; measured again" in out
 
@@ -110,9 +110,9 @@ class Lab:
         text = " ".join(command)
         if "is-active" in text:
             return 0 if self.active else 3
-        verb = "begin" if "systemd-run" in text else "end"
-        dtype = f" {command[command.index('--dtype') + 1]}" if verb == "begin" else ""
-        self.did.append(f"{verb} neighbour{dtype}")
+        action = "begin" if "systemd-run" in text else "end"
+        dtype = f" {command[command.index('--dtype') + 1]}" if action == "begin" else ""
+        self.did.append(f"{action} neighbour{dtype}")
         return 0
 
 
@@ -121,9 +121,9 @@ def test_single_is_measured_while_the_other_host_trains_by_itself(
 ) -> None:
     commands = Lab(monkeypatch)
     job = lab.Job(argparse.Namespace(lab="bench"), tmp_path)
-    stages = ["idle/single-4096-float32", "single-2048-float32", "single-4096-float32", "exact-4096-float32"]
-    stages += ["dense-4096-float32", "single-4096-bfloat16", "single-4096-float32-on-bench-2"]
-    lab.measure_cases(job, GROUPS[0], stages, tmp_path)
+    cases = ["idle/single-4096-float32", "single-2048-float32", "single-4096-float32", "exact-4096-float32"]
+    cases += ["dense-4096-float32", "single-4096-bfloat16", "single-4096-float32-on-bench-2"]
+    lab.measure_cases(job, GROUPS[0], cases, tmp_path)
     assert commands.did == [
         "idle: single-4096-float32 x 5",
         "begin neighbour float32",
@@ -135,7 +135,7 @@ def test_single_is_measured_while_the_other_host_trains_by_itself(
         "end neighbour",
         "1gbit: single-4096-float32-on-bench-2 x 2",
     ]
-    assert job.file("1gbit", stages[0]) == tmp_path / "1gbit/idle/stages/single-4096-float32.json"
+    assert job.file("1gbit", cases[0]) == tmp_path / "1gbit/idle/cases/single-4096-float32.json"
 
 
 def test_a_neighbour_that_ended_meanwhile_is_reported(
@@ -153,7 +153,7 @@ def test_a_neighbour_that_ended_meanwhile_is_reported(
     assert not any(file.exists() for file in figures), "they are not what their names say"
 
 
-def test_a_fleet_is_held_against_a_single_beside_an_idle_host_too() -> None:
+def test_a_fleet_is_compared_with_a_single_beside_an_idle_host_too() -> None:
     results = {"single-4096": measured(4096, 13.0), "exact-4096": measured(4096, 8.0, ranks=2, sync="exact")}
     assert lab.ratios_idle(results, {"single-4096": measured(4096, 12.0)}) == {"exact-4096": 1.5}
     assert lab.ratios_idle(results, {}) == {}
@@ -165,23 +165,23 @@ def test_a_fleet_is_held_against_a_single_beside_an_idle_host_too() -> None:
 
 def test_figures_of_another_version_are_measured_again_and_stay_until_then(tmp_path: Path) -> None:
     job = lab.Job(argparse.Namespace(again=False, quick=False, only=[], lab="bench"), tmp_path)
-    stages = ["single-4096-float32", "single-2048-float32"]
-    for stage, schema in zip(stages, (SCHEMA, SCHEMA - 1), strict=True):
-        job.file("1gbit", stage).parent.mkdir(parents=True, exist_ok=True)
-        job.file("1gbit", stage).write_text(json.dumps({"schema": schema}))
-    assert job.left("1gbit", stages) == ["single-2048-float32"]
+    cases = ["single-4096-float32", "single-2048-float32"]
+    for case, schema in zip(cases, (SCHEMA, SCHEMA - 1), strict=True):
+        job.file("1gbit", case).parent.mkdir(parents=True, exist_ok=True)
+        job.file("1gbit", case).write_text(json.dumps({"schema": schema}))
+    assert job.left("1gbit", cases) == ["single-2048-float32"]
     assert job.file("1gbit", "single-2048-float32").exists()
 
 
-def test_a_stage_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         lab.main(["--list", "--only", "exakt"])
     assert end.value.code == 2
     assert "no case begins with exakt: they are host-float32, " in capsys.readouterr().err
 
 
-def test_every_bar_is_measured_by_a_stage() -> None:
-    stages = {(group.name, stage) for group in GROUPS for stage in group.cases}
-    assert all((target.group, target.case) in stages for target in targets.TARGETS)
+def test_every_target_is_measured_by_a_case() -> None:
+    cases = {(group.name, case) for group in GROUPS for case in group.cases}
+    assert all((target.group, target.case) in cases for target in targets.TARGETS)
     first = set(GROUPS[0].cases)
-    assert all(stage in first for group in GROUPS for stage in group.takes)
+    assert all(case in first for group in GROUPS for case in group.takes)

@@ -1,4 +1,4 @@
-"""bench.yml's stages, by Ansible itself on two hosts of this machine: what a stage does is a stand-in."""
+"""bench.yml's cases, by Ansible itself on two hosts of this machine: what a case does is a stand-in."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import yaml
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "bench"
-STAGE = """
+CASE = """
 - name: Note who measures what
-  ansible.builtin.shell: echo '{{ __bench_stage.name }} {{ inventory_hostname }}' >> {{ playbook_dir }}/order
+  ansible.builtin.shell: echo '{{ __bench_case.name }} {{ inventory_hostname }}' >> {{ playbook_dir }}/order
 - name: Note it once
-  ansible.builtin.shell: echo '{{ __bench_stage.name }} once' >> {{ playbook_dir }}/order
+  ansible.builtin.shell: echo '{{ __bench_case.name }} once' >> {{ playbook_dir }}/order
   run_once: true
 """
 STAGES = {
@@ -28,8 +28,8 @@ STAGES = {
 }
 
 
-def test_stages_are_measured_in_the_order_asked(tmp_path: Path) -> None:
-    """A host alone in its turn, neither before nor after the fleet's stages; and what is done once, by it."""
+def test_cases_are_measured_in_the_order_asked(tmp_path: Path) -> None:
+    """One host, neither before nor after the fleet's cases; and what is done once, by it."""
     tasks = tmp_path / "roles" / "bench" / "tasks"
     tasks.mkdir(parents=True)
     measure = [
@@ -38,8 +38,8 @@ def test_stages_are_measured_in_the_order_asked(tmp_path: Path) -> None:
         if task["name"] == "Measure what is left"
     ]
     (tasks / "main.yml").write_text(yaml.safe_dump(measure))
-    shutil.copy(ROLE / "tasks/turn.yml", tasks)
-    (tasks / "stage.yml").write_text(STAGE)
+    shutil.copy(ROLE / "tasks/on_its_hosts.yml", tasks)
+    (tasks / "case.yml").write_text(CASE)
     left = [{"name": name, "hosts": hosts} for name, hosts in STAGES.items()]
     variables = {"__bench_planned": {"left": left}, "ansible_python_interpreter": sys.executable}
     play = {"hosts": "all", "gather_facts": False, "vars": variables, "roles": ["bench"]}

@@ -1,4 +1,4 @@
-"""Which stages bench.yml measures."""
+"""Which cases bench.yml measures."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def plan(asked: str = "", hosts: tuple[str, ...] = ("a", "b"), **config: Any) ->
     return list(filters.bench_plan(asked, list(hosts), [], config, 4096, 5))
 
 
-# -- stages
+# -- cases
 
 
 def test_a_fleet_is_measured_alone_together_and_in_every_mode() -> None:
-    stages = {stage["name"]: stage for stage in plan()}
+    cases = {case["name"]: case for case in plan()}
     modes = {f"{mode}-{8192 if mode == 'local' else 4096}" for mode in SYNC_MODES}
-    assert set(stages) == {
+    assert set(cases) == {
         "single-4096-on-a",
         "single-4096-on-b",
         "single-2048-on-a",
@@ -32,17 +32,17 @@ def test_a_fleet_is_measured_alone_together_and_in_every_mode() -> None:
         "ddp-4096",
         *modes,
     }
-    assert stages["exact-4096"]["hosts"] == ["a", "b"]
-    assert stages["exact-4096"]["config"]["sync"] == "exact"
-    assert stages["single-4096-on-b"]["hosts"] == ["b"]
-    assert (stages["ranks2-4096-on-a"]["nproc"], stages["ranks2-4096-on-a"]["hosts"]) == (2, ["a"])
-    assert {name for name, stage in stages.items() if stage["arguments"]} == {"ddp-4096"}
-    assert (stages["ddp-4096"]["arguments"], stages["ddp-4096"]["hosts"]) == (["--ddp"], ["a", "b"])
-    assert all(stage["config"]["num_iterations"] == 7 for stage in stages.values())
+    assert cases["exact-4096"]["hosts"] == ["a", "b"]
+    assert cases["exact-4096"]["config"]["sync"] == "exact"
+    assert cases["single-4096-on-b"]["hosts"] == ["b"]
+    assert (cases["ranks2-4096-on-a"]["nproc"], cases["ranks2-4096-on-a"]["hosts"]) == (2, ["a"])
+    assert {name for name, case in cases.items() if case["arguments"]} == {"ddp-4096"}
+    assert (cases["ddp-4096"]["arguments"], cases["ddp-4096"]["hosts"]) == (["--ddp"], ["a", "b"])
+    assert all(case["config"]["num_iterations"] == 7 for case in cases.values())
 
 
 def test_one_host_has_no_sync_modes_and_a_gpu_is_measured_too() -> None:
-    names = [stage["name"] for stage in filters.bench_plan("", ["a"], ["a"], {}, 4096, 5)]
+    names = [case["name"] for case in filters.bench_plan("", ["a"], ["a"], {}, 4096, 5)]
     assert names == ["single-4096-on-a", "gpu-4096-on-a", "ranks2-4096-on-a"]
 
 
@@ -62,28 +62,28 @@ def test_one_host_has_no_sync_modes_and_a_gpu_is_measured_too() -> None:
 def test_four_processes_are_measured_where_a_host_has_room_for_them(
     threads: int, memory_gb: float, tokens: int, config: dict[str, Any], has_four: bool
 ) -> None:
-    stages = filters.bench_plan("", ["a"], [], config, tokens, 5, threads, memory_gb)
-    assert [stage["nproc"] for stage in stages] == ([1, 2, 4] if has_four else [1, 2])
+    cases = filters.bench_plan("", ["a"], [], config, tokens, 5, threads, memory_gb)
+    assert [case["nproc"] for case in cases] == ([1, 2, 4] if has_four else [1, 2])
     named = filters.bench_plan(f"ranks4-{4 * tokens}", ["a"], [], config, tokens, 5, threads, memory_gb)
     assert named[0]["nproc"] == 4, "a case that is named is measured in any case"
 
 
 def test_the_kind_ranks_takes_a_number_of_processes_and_two_without_it() -> None:
     names = "ranks-4096", "ranks2-4096", "ranks4-4096-float32-on-b", "ranks16-16384"
-    stages = plan(",".join(names))
-    assert [stage["nproc"] for stage in stages] == [2, 2, 4, 16]
-    assert [stage["hosts"] for stage in stages] == [["a"], ["a"], ["b"], ["a"]]
-    assert all(stage["config"]["sync"] == "exact" for stage in stages)
+    cases = plan(",".join(names))
+    assert [case["nproc"] for case in cases] == [2, 2, 4, 16]
+    assert [case["hosts"] for case in cases] == [["a"], ["a"], ["b"], ["a"]]
+    assert all(case["config"]["sync"] == "exact" for case in cases)
 
 
 def test_plain_ddp_is_a_kind_of_the_benchmark_and_no_sync_mode() -> None:
-    (stage,) = plan("ddp-4096-float32-3.1")
-    assert (stage["arguments"], stage["shares"], stage["config"]["dtype"]) == (["--ddp"], "3,1", "float32")
-    assert stage["config"]["sync"] in SYNC_MODES, "the run file of a case is one of a run"
+    (case,) = plan("ddp-4096-float32-3.1")
+    assert (case["arguments"], case["shares"], case["config"]["dtype"]) == (["--ddp"], "3,1", "float32")
+    assert case["config"]["sync"] in SYNC_MODES, "the run file of a case is one of a run"
 
 
 def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: Path) -> None:
-    (stage,) = plan("single-4096", depth="4")
+    (case,) = plan("single-4096", depth="4")
     base = {
         "schema": SCHEMA,
         "hosts": ["a"],
@@ -96,7 +96,7 @@ def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: P
 
     def measured(**other: Any) -> list[str]:
         file.write_text(json.dumps({**base, **other}))
-        return list(filters.measured([stage], [file]))
+        return list(filters.measured([case], [file]))
 
     assert measured() == ["single-4096"]
     assert measured(steps=6) == ["single-4096"]
@@ -104,18 +104,18 @@ def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: P
     for other in (*others, {"depth": 2}, {"sequence_len": 512}, {"device_batch_size": 1}):
         assert measured(**other) == []
     file.write_text('{"schema":')
-    assert filters.measured([stage], [file]) == []
-    assert filters.measured([stage], []) == []
+    assert filters.measured([case], [file]) == []
+    assert filters.measured([case], []) == []
 
 
-def test_a_stage_is_read_from_its_name() -> None:
-    (stage,) = plan("exact-16384-float32-12.4", depth="4")
-    assert stage["config"]["dtype"] == "float32"
-    assert stage["config"]["total_batch_size"] == 16384
-    assert stage["config"]["depth"] == "4"
-    assert stage["shares"] == "12,4"
-    (stage,) = plan("single-4096-bfloat16-on-b")
-    assert (stage["hosts"], stage["config"]["dtype"], stage["shares"]) == (["b"], "bfloat16", "equal")
+def test_a_case_is_read_from_its_name() -> None:
+    (case,) = plan("exact-16384-float32-12.4", depth="4")
+    assert case["config"]["dtype"] == "float32"
+    assert case["config"]["total_batch_size"] == 16384
+    assert case["config"]["depth"] == "4"
+    assert case["shares"] == "12,4"
+    (case,) = plan("single-4096-bfloat16-on-b")
+    assert (case["hosts"], case["config"]["dtype"], case["shares"]) == (["b"], "bfloat16", "equal")
     assert plan("exact-4096-auto")[0]["shares"] == "auto"
 
 
@@ -135,7 +135,7 @@ def test_a_stage_is_read_from_its_name() -> None:
         ("exact-1024", "2 ranks need a sequence each, 2048 tokens or more"),
     ],
 )
-def test_a_stage_that_cannot_be_is_refused(asked: str, says: str) -> None:
+def test_a_case_that_cannot_be_is_refused(asked: str, says: str) -> None:
     with pytest.raises(AnsibleFilterError, match=says) as error:
         plan(f"{asked},nonsense")
     assert "nonsense" in str(error.value)  # all findings at once

@@ -1,4 +1,4 @@
-"""The tables of measured stages."""
+"""The tables of measured cases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from measured_stages import measured
+from measured_cases import measured
 
 from trainer.bench import SCHEMA, report
 
@@ -40,7 +40,7 @@ def test_a_slow_link_bounds() -> None:
     assert row["link_seconds"] is None
 
 
-def test_local_is_held_against_a_ranks_own_step_by_its_mean() -> None:
+def test_local_is_compared_with_a_ranks_own_step_by_its_mean() -> None:
     results = {
         "single-4096": measured(4096, 12.0),
         "local-8192": measured(8192, 11.0, ranks=2, sync="local", mean=12.5),
@@ -130,16 +130,16 @@ def test_the_first_table_goes_from_one_process_to_all_hosts_and_gpus() -> None:
 
 
 def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stages = tmp_path / "stages"
-    stages.mkdir()
-    assert report.main([str(stages), "--out", str(tmp_path)]) == 2
+    cases = tmp_path / "cases"
+    cases.mkdir()
+    assert report.main([str(cases), "--out", str(tmp_path)]) == 2
     for name, result in {
         "single-4096": measured(4096, 12.0),
         "single-2048": measured(2048, 7.0),
         "exact-4096": measured(4096, 8.0, ranks=2, sync="exact"),
     }.items():
-        (stages / f"{name}.json").write_text(json.dumps(result))
-    assert report.main([str(stages), "--out", str(tmp_path)]) == 0
+        (cases / f"{name}.json").write_text(json.dumps(result))
+    assert report.main([str(cases), "--out", str(tmp_path)]) == 0
     text = (tmp_path / "bench.md").read_text()
     assert "a CPU" in text
     assert "| exact-4096 |" in text

@@ -153,7 +153,7 @@ class TestExchange:
         "man went down to the harbour and looked at ships. Nobody had ever seen a house as small as this."
     )
 
-    def test_sentences_become_questions_about_how_they_go_on(self) -> None:
+    def test_sentences_become_questions_about_how_they_continue_run(self) -> None:
         found = list(exchange.sentences(iter([self.TEXT, self.TEXT])))
         assert [each.split()[0] for each in found] == ["The", "The", "Nobody"], "each once"
         ask, answer = exchange.conversation(found[0])

@@ -12,7 +12,7 @@ from scripts.docs_defaults import spec_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = sorted(p for p in (ROOT / "roles").iterdir() if p.is_dir())
-VERBS = sorted(
+ROOT_PLAYBOOKS = sorted(
     p
     for p in ROOT.glob("*.yml")
     if p.name not in ("requirements.yml", "galaxy.yml", "mkdocs.yml", "execution-environment.yml")
@@ -35,18 +35,18 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")}
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda p: p.name)
-def test_root_playbooks_hold_one_import(verb: Path) -> None:
-    plays = load(verb)
+@pytest.mark.parametrize("playbook", ROOT_PLAYBOOKS, ids=lambda p: p.name)
+def test_root_playbooks_hold_one_import(playbook: Path) -> None:
+    plays = load(playbook)
     assert isinstance(plays, list)
     assert [set(play) for play in plays] == [{"name", "ansible.builtin.import_playbook"}]
-    assert plays[0]["ansible.builtin.import_playbook"] == f"playbooks/{verb.name}"
+    assert plays[0]["ansible.builtin.import_playbook"] == f"playbooks/{playbook.name}"
 
 
-@pytest.mark.parametrize("verb", [p for p in VERBS if p.name != "lab.yml"], ids=lambda p: p.name)
-def test_playbooks_pass_the_syntax_check(verb: Path) -> None:
+@pytest.mark.parametrize("playbook", [p for p in ROOT_PLAYBOOKS if p.name != "lab.yml"], ids=lambda p: p.name)
+def test_playbooks_pass_the_syntax_check(playbook: Path) -> None:
     done = subprocess.run(
-        ["ansible-playbook", "--syntax-check", "-i", "inventory/sample/hosts.yml", verb.name],
+        ["ansible-playbook", "--syntax-check", "-i", "inventory/sample/hosts.yml", playbook.name],
         cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -99,21 +99,24 @@ def test_what_a_role_registers_hides_none_of_its_variables(role: Path) -> None:
         assert not registered & held, path
 
 
-LIMITED = [*(verb for verb in VERBS if verb.name != "reset.yml"), ROOT / "playbooks" / "watch.yml"]
+LIMITED = [
+    *(playbook for playbook in ROOT_PLAYBOOKS if playbook.name != "reset.yml"),
+    ROOT / "playbooks" / "watch.yml",
+]
 
 
-@pytest.mark.parametrize("verb", LIMITED, ids=lambda p: p.name)
-def test_every_playbook_but_reset_looks_for_a_limit_first(verb: Path) -> None:
-    while verb.name != "check_limit.yml":
-        verb = verb.parent / load(verb)[0]["ansible.builtin.import_playbook"]
+@pytest.mark.parametrize("playbook", LIMITED, ids=lambda p: p.name)
+def test_every_playbook_but_reset_looks_for_a_limit_first(playbook: Path) -> None:
+    while playbook.name != "check_limit.yml":
+        playbook = playbook.parent / load(playbook)[0]["ansible.builtin.import_playbook"]
 
 
-@pytest.mark.parametrize("verb", ["train.yml", "lab.yml"])
-def test_a_limit_is_refused_on_whatever_host_it_leaves(verb: str) -> None:
+@pytest.mark.parametrize("playbook", ["train.yml", "lab.yml"])
+def test_a_limit_is_refused_on_whatever_host_it_leaves(playbook: str) -> None:
     """With it the plays on localhost would be passed over without a word, the check of the settings too."""
     hosts = ROOT / "inventory" / "sample" / "hosts.yml"
     done = subprocess.run(
-        ["ansible-playbook", "-i", str(hosts), "-l", "workers", "-e", "dept=4", verb],
+        ["ansible-playbook", "-i", str(hosts), "-l", "workers", "-e", "dept=4", playbook],
         cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2

@@ -86,12 +86,12 @@ def test_the_page_has_a_table_once_it_is_recorded(tmp_path: Path, monkeypatch: p
 
 
 def test_missing_cases_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stages = tmp_path / "stages"
-    stages.mkdir()
-    (stages / "ddp-4096.json").write_text(json.dumps(RESULTS["ddp-4096"]))
+    cases = tmp_path / "cases"
+    cases.mkdir()
+    (cases / "ddp-4096.json").write_text(json.dumps(RESULTS["ddp-4096"]))
     assert replay.main(["--report", "--out", str(tmp_path)]) == 1
     assert "Not measured: exact-4096, fast-4096. Fix: make replay" in capsys.readouterr().err
     for name, figures in RESULTS.items():
-        (stages / f"{name}.json").write_text(json.dumps(figures))
+        (cases / f"{name}.json").write_text(json.dumps(figures))
     assert replay.main(["--report", "--out", str(tmp_path)]) == 0
     assert "| nanofleet, `exact`, float32 " in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What reset.yml says: every host's losses and what it keeps, and how to go on."""
+"""What reset.yml says: every host's losses and what it keeps, and how to continue."""
 
 from pathlib import Path
 

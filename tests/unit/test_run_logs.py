@@ -205,7 +205,7 @@ def test_copies_are_compared_with_what_was_listed(run_dir: Path, monkeypatch: py
         found: list[str] = call(run_files, monkeypatch, path=str(run_dir), expected=listed["files"])["faults"]
         return found
 
-    (run_dir / "metrics.jsonl").write_text("one\ntwo\n")  # the run goes on
+    (run_dir / "metrics.jsonl").write_text("one\ntwo\n")  # the run continues
     assert faults() == []
     (run_dir / "metrics.jsonl").write_text("on")
     (run_dir / "checkpoints" / "step_000002" / "model.pt").write_text("weighty")

@@ -181,7 +181,7 @@ def frozen(process: str, **changes: Any) -> str:
     return line.partition("rank 1 on laptop has published no run status for 34 s")[2]
 
 
-def test_what_mends_a_frozen_rank_is_reported_or_that_it_mends_itself() -> None:
+def test_the_fix_for_a_frozen_rank_is_reported_or_that_it_recovers_by_itself() -> None:
     resume = "on laptop: sudo systemctl kill -s CONT nanofleet-a"
     assert frozen("stopped") == f": it is stopped (SIGSTOP). Continue it, {resume}"
     assert "laptop: systemctl --user kill -s CONT nanofleet-a" in frozen("stopped", scope="user")

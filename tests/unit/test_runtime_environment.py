@@ -58,8 +58,8 @@ def test_environment_is_made_once_and_mended_when_changed(host: dict[str, Any]) 
     assert (again["changed"], again["installed"]) == (False, first["installed"])
 
     shutil.rmtree(next(Path(host["link"]).glob("lib/python*/site-packages/beta-*.dist-info")))
-    mended = locked_venv.run(host, False)
-    assert (mended["changed"], mended["installed"]) == (True, first["installed"])
+    fixed = locked_venv.run(host, False)
+    assert (fixed["changed"], fixed["installed"]) == (True, first["installed"])
 
     (Path(host["link"]) / venv_state.MARKER).unlink()  # as if it had been interrupted
     assert locked_venv.run(host, False)["changed"]

@@ -1,4 +1,4 @@
-"""A stand-in for the trainer: takes up what was saved, saves one step more, and goes on until it is ended."""
+"""A stand-in for the trainer: resumes what was saved, saves one step more, and runs until it is ended."""
 
 import json
 import os
