@@ -146,7 +146,8 @@ class ElasticTrainer(Trainer):
         # If this rank cannot join the others, the outcome and the run status show what it has trained before.
         self.reporter.train_state = last.train_state
         self.reporter.update(loss=last.train_state.loss)
-        # Others may have trained since in a term that this host missed: then the newest checkpoint counts.
+        # A coordinator needs the whole state. Others may have trained since in a term that this host missed:
+        # then the newest checkpoint counts.
         state, coordinates = last.copy or last.kept, self.env.is_coordinator
         is_newest = state is not None and state.term == candidacy.election.previous
         is_newest = is_newest and (last.copy is None or last.copy.is_whole)
