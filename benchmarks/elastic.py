@@ -196,8 +196,7 @@ def events(lab: Lab, host: int) -> list[Event]:
     name, unit = lab.host(host), f"nanofleet-{lab.run_id}"
     gateway = lab.inside(host, "ip -4 route show default").split()[2]
     starts = f"systemctl reset-failed {unit}; systemctl start nanofleet@{lab.run_id}"
-    # Not the main process of the unit, a script whose command line ends with that of torchrun.
-    end_torchrun = "pkill -9 -u nanofleet -f -- '^[^ ]*python[^ ]* -m torch.distributed.run'"
+    end_torchrun = f"kill -9 $(ps -o ppid= -p $({RANK}))"  # the parent of the rank
     # as systemd-suspend.service
     sleeps = f"-p Requires=sleep.target -p After=sleep.target sleep {AWAY_SECONDS:.0f}"
     return [

@@ -250,7 +250,7 @@ class Need:
         if copies and has_failover and ranks > 1:  # those of the first rank are above
             own = matrices + (head + (tables - head) / world_size if shards else tables)
             own += self.parts["optimizer"]
-            self.once["two copies of what its other ranks have of the state"] = 2 * (ranks - 1) * own
+            self.once["two copies of the state of its other ranks"] = 2 * (ranks - 1) * own
         if coordinates and config.tracker != "none":
             self.once["the tracker"] = TRACKER_GIB
 

@@ -24,6 +24,7 @@ from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState, build_optimizer
 from trainer.sync.mode import SyncMode
 from trainer.sync.modes import make_sync
+from trainer.sync.row_shards import RowShards
 
 CONFIG = GPTConfig.from_depth(2, 500, 32, aspect_ratio=16, head_dim=16)  # 8 blocks of rows
 RATES = (0.1, 1.0, 0.1, 0.5, 0.1)
@@ -325,6 +326,17 @@ def two_copies() -> list[Copy | None]:
         return copies.newest
 
     return each_rank(2, keep)
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_all_rows_are_refreshed_before_the_first_evaluation_after_a_change(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, refreshed = Rank(0, 2, mode), []
+    monkeypatch.setattr(RowShards, "refresh", lambda rows: refreshed.append(rows))
+    for _ in range(2):
+        with mine.sync.shared_parameters():
+            assert len(refreshed) == 1
 
 
 def test_what_nobody_has_is_noticed() -> None:

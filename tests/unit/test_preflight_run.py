@@ -85,7 +85,7 @@ def test_hosts_that_may_become_the_coordinator_keep_copies_of_the_state() -> Non
     assert 0 < part < plain.checkpoint_gb / 3
     assert other.memory_gb - plain.memory_gb == pytest.approx(3 * plain.checkpoint_gb + part)
     two = run.Need(elastic, world_size=6, coordinates=False, ranks=2)
-    second = two.once["two copies of what its other ranks have of the state"]
+    second = two.once["two copies of the state of its other ranks"]
     assert two.parts["optimizer"] < second < 2 * two.checkpoint_gb
     sizes = {"a": "99000000", "b": "4000000", "c": "99000000"}
     common = {"active": "", "disks": {}, "flags": "", "cores": 4}

@@ -2,7 +2,7 @@
 
     held = hold(rank, step, model, sync, optimizer, meta)     # what a rank has after a step; not copies
     held = hand_over(group, held, leaving)                    # those that stay receive what the others have
-    held = hold_copy(state)                                   # or after a loss: what it has a copy of
+    held = held_of(copy)                                      # or after a loss: snapshot.py
     offers = gather_offers(group, held)                       # of the next members, in their process group
     if is_complete(offers):
         optim = reshard(group, offers, held, model, sync)     # parameters are received in place
@@ -69,7 +69,7 @@ class Held:
                 parameter.data[rows] = tensor
 
     def without_old_rows(self) -> Held:
-        """The same with new tensors for the parameters that have old values, without these."""
+        """The same, but parameters with old values in some rows have new tensors without these rows."""
         tensors = dict(self.tensors)
         for key, rows in self.rows.items():
             if key.startswith(MODEL) and rows is not None:
@@ -138,7 +138,7 @@ def hand_over(group: Collectives, held: Held, leaving: Sequence[int]) -> Held:
 def gather_offers(group: Collectives, held: Held) -> list[Held]:
     """What each rank has, by rank. All ranks call it.
 
-    A rank that has not the state of rank 0, but none or that of another step or copy, offers nothing.
+    A rank that has no state, or that of another step or copy than rank 0, offers nothing.
     """
     rows = {key: each if each is None else _runs(each) for key, each in held.rows.items()}
     mine = json.dumps([held.step, list(held.view), rows, json.loads(formats_of(held.tensors))])
@@ -171,11 +171,10 @@ def reshard(
 ) -> dict[str, ParameterState]:
     """Receive the parameters that `model` lacks, in place, and return the optimizer state of this rank.
 
-    Of embeddings that other ranks own rows of, this rank receives its own rows only: see SyncMode.mark_stale.
-    All ranks call it. offers: what each rank has, by rank, which is complete. held: what this rank has. Where
-    it has parameters, `model` has them already. A copy has no tensors afterwards, so that it needs no memory
-    beside the result. sync: of the new owner ranks. The result may have tensors of `held`. Raises PeerLost if
-    a rank is lost.
+    Of an embedding it receives only the rows that this rank owns (see row_shards.py). All ranks call it.
+    offers: what each rank has, by rank, which is complete. held: what this rank has. Where it has parameters,
+    `model` has them already. A copy has no tensors afterwards, so that it needs no memory beside the result.
+    sync: of the new owner ranks. The result may have tensors of `held`. Raises PeerLost if a rank is lost.
     """
     parameters, found = model.state_dict(), {}
 

@@ -217,7 +217,6 @@ class ElasticSetup(RunSetup):
             optim = reshard.reshard(self.group, self._offers, self.held, self.model, self.sync)
             self.optimizer.load_state_dict(optim, assign=not self.held.is_copy)
             self.sync.load(state.step, {}, {})
-            self.sync.mark_stale()
             self.train_state = TrainState.from_meta(state.meta)
         else:
             super()._resume(state)

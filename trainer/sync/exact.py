@@ -61,7 +61,7 @@ class Exact(OwnerMode):
         tables = [cast(nn.Parameter, module.weight) for module in embeddings]
         self._tables = {name for name, p in model.named_parameters() if any(p is table for table in tables)}
         self._rows = RowShards(group, tables, optimizer, self.row_dtype)
-        self._is_fresh = True  # whether no row of an embedding is stale
+        self._is_fresh = False  # whether no row of an embedding is stale: after a change of members, some are
 
         replicated = [p for p in self._replicated if not any(p is table for table in tables)]
         large = max(replicated, key=nn.Parameter.numel)  # lm_head
@@ -112,9 +112,6 @@ class Exact(OwnerMode):
 
     def is_current(self, name: str) -> bool:
         return name not in self._tables
-
-    def mark_stale(self) -> None:
-        self._is_fresh = False
 
     # -- a step ----------------------------------------------------------------------------------------
 

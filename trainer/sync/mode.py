@@ -74,10 +74,6 @@ class SyncMode(Protocol):
         """Whether all ranks have the same values of the parameter `name` after each step."""
         return True
 
-    def mark_stale(self) -> None:
-        """Expect old values in the parameters that are not current, except for rows of this rank."""
-        return
-
     def finish(self) -> None:
         """Complete all transfers after the last step, so that all ranks hold equal parameters."""
 
