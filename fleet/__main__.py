@@ -18,7 +18,7 @@ from fleet import FleetError, demo, inventory
 from fleet.playbooks import CancelledError, Job
 from fleet.progress import Screen
 from fleet.stages import run_playbook
-from fleet.watch import FAILED, Follower, close
+from fleet.watch import FAILED, RunFollower, close
 
 USAGE, INTERRUPTED = 2, 130
 _CODES = """exit codes: 0 the run finished; 1 a playbook or the run failed; 2 something must be fixed first;
@@ -111,7 +111,7 @@ def _start_and_follow(screen: Screen, args: argparse.Namespace) -> int:
         if not run_playbook(screen, job):
             return FAILED
         args.started = True
-    follower = Follower(screen, args.inventory, words, become_password=password)
+    follower = RunFollower(screen, args.inventory, words, become_password=password)
     code = follower.follow()
     close(screen, follower, title=f"python -m fleet {args.name}", picture=args.record)
     return code

@@ -21,7 +21,7 @@ from fleet.playbooks import Job
 from fleet.progress import Screen, done_line
 from fleet.stages import run_command, run_playbook
 from fleet.text import number
-from fleet.watch import FAILED, FINISHED, Follower, close
+from fleet.watch import FAILED, FINISHED, RunFollower, close
 from trainer.formatting import duration
 
 FREE_GB = 8
@@ -108,7 +108,7 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
             return FAILED
         seconds.append((job.name, job.seconds))
 
-    follower = Follower(screen, demo.inventory, args, become_password=password)
+    follower = RunFollower(screen, demo.inventory, args, become_password=password)
     before = time.monotonic()
     code = follower.follow()
     seconds.append(("train", time.monotonic() - before))
@@ -160,7 +160,7 @@ def talk(screen: Screen, demo: Demo, data: Path, run_id: str, password: str | No
     job = Job("tune", "train.yml", inventory=demo.inventory, args=args, become_password=password)
     if not run_playbook(screen, job):
         return []
-    follower = Follower(screen, demo.inventory, args, become_password=password)
+    follower = RunFollower(screen, demo.inventory, args, become_password=password)
     before = time.monotonic()
     if follower.follow() != FINISHED:
         return []

@@ -38,7 +38,7 @@ class _RestartWatchError(Exception):
 
 
 @dataclass
-class Follower:
+class RunFollower:
     """Follows one run by repeating watch.yml, also after lost connections.
 
     screen: shows the run. inventory: path of the inventory; None: the inventory in ansible.cfg.
@@ -182,14 +182,14 @@ def _ran_out(job: Job) -> bool:
 
 def close(
     screen: Screen,
-    follower: Follower,
+    follower: RunFollower,
     last: Sequence[tuple[str, str]] = (),
     title: str = "python -m fleet watch",
     picture: str | None = None,
 ) -> None:
     """Print the report of a run that has ended; nothing if no host has the run.
 
-    screen: shows the report. follower: the Follower of this run. last: more (name, text) lines for the end of
+    screen: shows the report. follower: of this run. last: more (name, text) lines for the end of
     the report. title: title of the picture. picture: path to which the whole screen is written as an SVG
     picture; None for no picture.
     """

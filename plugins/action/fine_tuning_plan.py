@@ -10,7 +10,7 @@ from typing import Any
 from ansible.module_utils.parsing.convert_bool import boolean
 from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import finding, reported
-from ansible_collections.nanofleet.fleet.plugins.module_utils.fine_tuning import RefusedError, plan
+from ansible_collections.nanofleet.fleet.plugins.module_utils.fine_tuning import FineTuningRefusedError, plan
 
 
 class ActionModule(ControllerAction):
@@ -38,7 +38,7 @@ class ActionModule(ControllerAction):
                 _tokenizer_of(str(asked.get("data") or "")),
                 boolean(asked["sandboxed"]),
             )
-        except RefusedError as error:
+        except FineTuningRefusedError as error:
             return reported([error.finding]) if boolean(asked["refuse"]) else {}
 
 

@@ -23,7 +23,7 @@ RUNS = "/var/lib/nanofleet/runs"
 Found = Mapping[str, Any]
 
 
-class RefusedError(Exception):
+class FineTuningRefusedError(Exception):
     """Raised if the run must not start; its attribute `finding` is what train.yml shows."""
 
     def __init__(self, reason: Finding) -> None:
@@ -50,7 +50,7 @@ def plan(
         these names, "" if they are not set.
     tokenizer_sha256: sha256 of the tokenizer with which the conversations were tokenized, "" if unknown.
     sandboxed: whether the unit of the run has no access to home directories.
-    Raises RefusedError if the run must not start.
+    Raises FineTuningRefusedError if the run must not start.
     """
     chosen = _chosen(found, from_checkpoint)
     try:
@@ -59,12 +59,12 @@ def plan(
         if run:
             return _resumed(host, found, given, run, chosen)
         if not chosen or meta is None:
-            raise RefusedError(_nothing(host, found, from_checkpoint))
+            raise FineTuningRefusedError(_nothing(host, found, from_checkpoint))
         settings = {name: value for name, value in given.items() if name != "parent"}
         _check_shape(meta, settings)
         _check_tokenizer(meta, tokenizer_sha256)
         if sandboxed and _is_hidden(chosen["path"]):
-            raise RefusedError(_hidden(host, chosen["path"]))
+            raise FineTuningRefusedError(_hidden(host, chosen["path"]))
         config = sft_settings(meta, settings)
         RunConfig.from_strings(config)
     except ConfigError as error:
@@ -73,7 +73,7 @@ def plan(
             "repeat the command with another value of the setting that the message names or, if it names a "
             "checkpoint, with another checkpoint: -e from_checkpoint=RUN/step_NNNNNN"
         )
-        raise RefusedError(finding("NF426", "stage=sft", problem, fix)) from None
+        raise FineTuningRefusedError(finding("NF426", "stage=sft", problem, fix)) from None
     return {"config": config, "run_id": run_id, "arguments": ["--from-checkpoint", chosen["path"]]}
 
 
@@ -113,7 +113,9 @@ def _existing(
             if run["run_id"] != run_id:
                 continue
             if not of_base:
-                raise RefusedError(_of_another(run_id, before.parent, found["run"] or from_checkpoint))
+                raise FineTuningRefusedError(
+                    _of_another(run_id, before.parent, found["run"] or from_checkpoint)
+                )
             return run
         if not of_base or run["run_id"] != before.default_run_id():
             continue
@@ -161,7 +163,7 @@ def _resumed(
             f"'src=runs/{base}/{host}/checkpoints/{step} dest={RUNS}/{base}/checkpoints/', then repeat the "
             "command that failed"
         )
-        raise RefusedError(finding("NF427", host, problem, fix))
+        raise FineTuningRefusedError(finding("NF427", host, problem, fix))
     return {
         "config": {**given, "stage": SFT, "parent": parent},
         "run_id": run["run_id"],
@@ -182,7 +184,7 @@ def _check_shape(meta: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             f"repeat the command without the settings {' and '.join(names)} (-e, or in the inventory); the "
             "checkpoint contains the shape of its model"
         )
-        raise RefusedError(finding("NF428", "stage=sft", problem, fix))
+        raise FineTuningRefusedError(finding("NF428", "stage=sft", problem, fix))
 
 
 def _check_tokenizer(meta: Mapping[str, Any], sha256: str) -> None:
@@ -195,7 +197,7 @@ def _check_tokenizer(meta: Mapping[str, Any], sha256: str) -> None:
             f"{run}; or ansible-playbook fetch.yml -e run_id={run}, then repeat it with a fetched "
             f"checkpoint, which contains the tokenizer: -e data_dir=runs/{run}/HOST/checkpoints/step_NNNNNN"
         )
-        raise RefusedError(finding("NF429", "data_dir", problem, fix))
+        raise FineTuningRefusedError(finding("NF429", "data_dir", problem, fix))
 
 
 def _is_hidden(path: str) -> bool:

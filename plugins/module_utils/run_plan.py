@@ -31,7 +31,7 @@ State = Mapping[str, Any]
 Ends = dict[str, list[str]]
 
 
-class RefusedError(Exception):
+class RunRefusedError(Exception):
     """Raised if the run must not start. The text of the error is the message of train.yml."""
 
 
@@ -74,7 +74,7 @@ def plan_run(
     try:
         name = run_name(given, run_id)
         if name in RESERVED or name.startswith(EVALUATION):
-            raise RefusedError(
+            raise RunRefusedError(
                 f"run_id {name!r} is reserved by nanofleet. Choose another name: -e run_id=NAME."
             )
         for host, state in zip(hosts, states, strict=False):
@@ -87,7 +87,7 @@ def plan_run(
         # An existing run keeps its own values for every setting that is not given.
         config = trainer.RunConfig.resumed(before.get("config") or {}, given)
         if config.stage == SFT and given.get("stage") != SFT:
-            raise RefusedError(
+            raise RunRefusedError(
                 f"The run {name} fine-tunes {config.parent}. To resume it, repeat the command that started "
                 f"it: -e stage=sft -e run_id={name} -e from_run={config.parent.split('/')[0]} "
                 "-e conversations=FILE.jsonl."
@@ -101,14 +101,14 @@ def plan_run(
         step_rows = config.total_batch_size // config.sequence_len
         is_active = any(f"nanofleet-{name}.service" in state.get("active_units", []) for state in states)
         if config.total_batch_size and step_rows < ranks and not is_active:
-            raise RefusedError(
+            raise RunRefusedError(
                 f"total_batch_size {config.total_batch_size} is {step_rows} sequence(s) of "
                 f"{config.sequence_len} tokens, too few for {ranks} ranks on {', '.join(own)}: use "
                 f"-e total_batch_size={ranks * config.sequence_len} or more, or fewer hosts or ranks a host."
             )
         if rows and not isinstance(rows, str) and len(rows) != ranks:
             how = "sync=auto transferred the run to it" if chosen_from else "-e shares=auto finds them"
-            raise RefusedError(
+            raise RunRefusedError(
                 f"shares is {','.join(map(str, rows))}: it must be {ranks} number(s), one for each rank on "
                 f"{', '.join(own)}, that make up the rows of a step; {how}."
             )
@@ -123,7 +123,7 @@ def plan_run(
             added = [*added_hosts(states), *(host for host in joins if host not in before["hosts"])]
             file = {**before, **({ADDED: list(dict.fromkeys(added))} if added else {})}
         saves = set(run_file.hosts) <= set(ends) and _trains(first)
-    except (trainer.ConfigError, RefusedError) as error:
+    except (trainer.ConfigError, RunRefusedError) as error:
         file, action, message, ends, saves, joins = None, "refuse", str(error), {}, False, []
     plan = {"run_id": name, "file": file, "action": action, "message": message, "ends": ends}
     failover = has_failover(file)
@@ -158,7 +158,7 @@ def _absent(stored: Mapping[str, Any], fleet: Mapping[str, State], unit: str) ->
 
 
 def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> tuple[str, str, Ends]:
-    """(action, message, units to end first by host). Raises RefusedError.
+    """(action, message, units to end first by host). Raises RunRefusedError.
 
     stored: the run file of an earlier attempt, or None. fleet: the state of every host, including those that
     sync=auto did not choose.
@@ -170,7 +170,7 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
             notes = [trainer.note_of_dropped(unknown, stored["config"], f"The run {name}")]
         if differing := run_file.config.differences(before, trainer.IDENTITY):
             names = " and ".join(change.split()[0] for change in differing)
-            raise RefusedError(
+            raise RunRefusedError(
                 f"The run {name} exists with another configuration: {'; '.join(differing)}. To resume it, "
                 f"leave {names} out; for a new run choose another name: -e run_id=NAME."
             )
@@ -204,13 +204,13 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
         )
     own = {host: fleet[host] for host in run_file.hosts}
     if problem := other_holder(own, unit, ends):
-        raise RefusedError(problem)
+        raise RunRefusedError(problem)
     outcomes = [s["outcome"] for s in own.values() if s.get("outcome") and s.get("run_id") == name]
     outcome = max(outcomes, key=lambda end: float(end.get("time") or 0.0), default=None)
     steps_before = before.num_iterations or int((outcome or {}).get("num_iterations") or 0)
     steps = run_file.config.num_iterations
     if 0 < steps < steps_before:  # its learning rates follow the longer length
-        raise RefusedError(
+        raise RunRefusedError(
             f"The run {name} has {steps_before} steps. The command asks for {steps} steps, but a run can "
             "become longer, not shorter. To resume it, leave steps out; for a new run choose another name: "
             "-e run_id=NAME."
@@ -254,13 +254,13 @@ def _restart_cause(run_file: Any, stored: State, active: Sequence[str], states: 
     """Why the active units are ended and the run is resumed, as a clause; "" if they are left unchanged.
 
     A run that trains is left unchanged. A run whose unit is missing on a host cannot train: the other hosts
-    wait for that host. Raises RefusedError if the coordinator has lost the run directory.
+    wait for that host. Raises RunRefusedError if the coordinator has lost the run directory.
     """
     run, before = f"The run {run_file.run_id}", list(stored.get("hosts") or run_file.hosts)
     missing = [host for host in before if host in states and host not in active]
     deleted = [host for host in active if not states[host]["found"]]
     if before[0] in deleted:
-        raise RefusedError(
+        raise RunRefusedError(
             f"The directory of the run {run_file.run_id} is missing on {before[0]}, its coordinator "
             f"({states[before[0]]['run_dir']}), with its checkpoints; nothing was changed. End it: "
             f"ansible-playbook stop.yml -e run_id={run_file.run_id} -e stop_now=true. Then restore the "
@@ -404,7 +404,7 @@ def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State], copies: int = 
     """A sentence if the run resumes from the checkpoint of another host than the coordinator, else "".
 
     run_id: name of the run. own: {host: result of run_state}, the coordinator first. copies: the setting
-    checkpoint_copies. Raises RefusedError if the coordinator has no checkpoint, another host has one, and
+    checkpoint_copies. Raises RunRefusedError if the coordinator has no checkpoint, another host has one, and
     `copies` is 1, so that no host sends a checkpoint.
     """
     first = next(iter(own))
@@ -423,7 +423,7 @@ def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State], copies: int = 
         return ""
     for host, state in own.items():
         if state.get("checkpoint") and state.get("run_id") == run_id:
-            raise RefusedError(
+            raise RunRefusedError(
                 f"The run {run_id} has its checkpoints on {host}, its former coordinator; {first} has none."
                 f" Repeat the command with -e checkpoint_copies=2, by which {host} sends them, or make "
                 f"{host} the coordinator again."

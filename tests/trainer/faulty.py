@@ -213,15 +213,15 @@ def plant_late_copy(soon: int, seconds: float) -> None:
 
 def plant_slow_copy(seconds: float) -> None:
     """Let each file of a checkpoint take so many seconds to another host."""
-    from trainer.checkpoint.transfer import Transfer
+    from trainer.checkpoint.transfer import CheckpointTransfer
 
-    sound = Transfer._send_file
+    sound = CheckpointTransfer._send_file
 
     def send(self: Any, file: Any) -> str:
         time.sleep(seconds)
         return sound(self, file)
 
-    Transfer._send_file = send  # type: ignore[method-assign]
+    CheckpointTransfer._send_file = send  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.data import DataError, spool
-from trainer.data.corpus import Plan, build_shards, read_manifest
+from trainer.data.corpus import ShardPlan, build_shards, read_manifest
 from trainer.data.sources import documents, find_files, shard_texts
 from trainer.data.spool import Spool
 from trainer.data.text import split_text
@@ -265,7 +265,7 @@ def test_plans_cover_all_documents_in_even_shards() -> None:
     for n in (2, 3, 10, 100, 1000):
         for shard_bytes in (1, 1000, 30_000, 10**9):
             ends = np.cumsum(generator.integers(1, 3000, n)).tolist()
-            plan = Plan.make(ends[-1], shard_bytes)
+            plan = ShardPlan.make(ends[-1], shard_bytes)
             shards = [plan.shard(start, end) for start, end in itertools.pairwise([0, *ends])]
             assert shards == sorted(shards)
             assert shards[0] < plan.n_train

@@ -33,7 +33,7 @@ from trainer.placement.cost_model import (
     payload,
     warn_of_baseline,
 )
-from trainer.placement.decide import Measured, Placement, compare_placements, decide, rank_names
+from trainer.placement.decide import Placement, RankMeasurements, compare_placements, decide, rank_names
 from trainer.placement.microbenchmark import Link, Speed
 from trainer.placement.single_host import find_obstacles
 from trainer.run_plan import make_plan
@@ -198,8 +198,8 @@ def config(**settings: object) -> RunConfig:
 def test_rank_0_decides_and_shows_why() -> None:
     settings = config(sync="auto")
     measured = [
-        Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
-        Measured(Speed(0.3, 0.3, 0.1), Link(9e7, 1e-3)),
+        RankMeasurements(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
+        RankMeasurements(Speed(0.3, 0.3, 0.1), Link(9e7, 1e-3)),
     ]
     placement, printed = decide(
         measured, PAIR, make_plan(settings, 300, 2), work(), settings, by_speed=True, obstacles={}
@@ -235,8 +235,8 @@ def test_rank_0_decides_and_shows_why() -> None:
 
 
 BESIDE_A_GPU = [
-    Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
-    Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.002, 0.01, 0.001)),
+    RankMeasurements(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
+    RankMeasurements(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.002, 0.01, 0.001)),
 ]
 
 
@@ -264,7 +264,7 @@ def test_why_the_run_is_not_transferred_to_a_gpu_is_reported() -> None:
     assert placement.alone is None
     assert printed[-1].startswith("warning: A step is predicted to take 0.043 s on the GPU of laptop alone")
     assert printed[-1].endswith("The run does not move there: sync is exact, not auto.")
-    slower = [Measured(Speed(0.1, 0.1, 0.05), None, gpu=Speed(0.01, 0.01, 0.001)), BESIDE_A_GPU[1]]
+    slower = [RankMeasurements(Speed(0.1, 0.1, 0.05), None, gpu=Speed(0.01, 0.01, 0.001)), BESIDE_A_GPU[1]]
     auto = config(sync="auto")
     placement, _ = decide(slower, PAIR, plan, work(), auto, by_speed=True, obstacles={1: "its weights"})
     assert placement.alone is not None
@@ -287,11 +287,11 @@ def test_a_slow_gpu_is_not_left_the_run() -> None:
     asked = config(sync="auto")
     plan = make_plan(asked, 300, 2)
     beside = BESIDE_A_GPU[0]
-    slow = [beside, Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.2, 0.2, 0.1))]
+    slow = [beside, RankMeasurements(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.2, 0.2, 0.1))]
     placement, printed = decide(slow, PAIR, plan, work(), asked, by_speed=True, obstacles={})
     assert placement.alone is None
     assert not any("on the GPU of" in line for line in printed)
-    small = [beside, Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu_too_small=True)]
+    small = [beside, RankMeasurements(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu_too_small=True)]
     _, printed = decide(small, PAIR, plan, work(), asked, by_speed=True, obstacles={})
     assert printed[-1].startswith("warning: the GPU of laptop has too little memory")
 

@@ -22,7 +22,7 @@ from trainer.host.rank_env import RankEnv
 from trainer.host.topology import Candidate, Cpu, Topology, cpu_list
 from trainer.placement import rank_threads, threads
 from trainer.placement.rank_threads import CHOICE, bind_threads, propose_ranks, read_choice
-from trainer.placement.threads import Measured, ThreadChoice, ranks_per_node, seconds_at_once
+from trainer.placement.threads import ThreadChoice, TimedCandidate, ranks_per_node, seconds_at_once
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 needs_two = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two processors")
@@ -50,7 +50,7 @@ class Machine:
 
     def choose(self, topology: Topology, work: object, candidates: list[Candidate]) -> ThreadChoice:
         self.measurements += 1
-        measured = [Measured(each, 0.1 if each.cpus == self.fast else 0.2) for each in candidates]
+        measured = [TimedCandidate(each, 0.1 if each.cpus == self.fast else 0.2) for each in candidates]
         return ThreadChoice(measured, min(measured, key=lambda each: each.seconds))
 
 
@@ -246,7 +246,7 @@ def test_a_rank_per_node_is_proposed_where_it_is_faster(
 ) -> None:
     monkeypatch.setattr(threads, "seconds_at_once", lambda *_: together)
     monkeypatch.setattr(threads, "at_most_quota", lambda count: count)
-    best = Measured(Candidate("all", frozenset(ALLOWED[:2])), 0.1)
+    best = TimedCandidate(Candidate("all", frozenset(ALLOWED[:2])), 0.1)
     assert ranks_per_node(NODES, best, lambda: lambda: None)[0] == ranks
     printed = propose_ranks(NODES, best, lambda: lambda: None)
     assert printed.startswith("One rank on each of the 2 NUMA nodes computes 1.33 times") == (ranks == 2)

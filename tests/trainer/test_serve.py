@@ -18,7 +18,7 @@ from served import serving, write_checkpoint
 
 from trainer.__main__ import main
 from trainer.chat.loaded import load
-from trainer.serve.server import Follower
+from trainer.serve.server import CheckpointFollower
 
 openai = pytest.importorskip("openai")
 
@@ -132,7 +132,7 @@ def test_a_full_queue_and_a_client_that_leaves(checkpoint: Path) -> None:
 
 def test_a_new_checkpoint_answers_and_drops_no_request(tmp_path: Path) -> None:
     with serving(write_checkpoint(tmp_path, 1), delay=0.02) as (url, scheduler):
-        follower = Follower(scheduler, tmp_path, "float32")
+        follower = CheckpointFollower(scheduler, tmp_path, "float32")
         stream = iter(ask(url, stream=True, max_tokens=30))
         next(stream)
         write_checkpoint(tmp_path, 2)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import fine_tuning
-from ansible_collections.nanofleet.fleet.plugins.module_utils.fine_tuning import RefusedError
+from ansible_collections.nanofleet.fleet.plugins.module_utils.fine_tuning import FineTuningRefusedError
 from ansible_collections.nanofleet.fleet.plugins.modules import parent_checkpoint
 from role_files import call
 from run_states import HOSTS, plan, state
@@ -59,7 +59,7 @@ def decided(*args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 def refused(code: str, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(RefusedError) as error:
+    with pytest.raises(FineTuningRefusedError) as error:
         decided(*args, **kwargs)
     assert error.value.finding["code"] == code, error.value.finding
     return error.value.finding["problem"]
@@ -156,7 +156,7 @@ def test_a_fix_can_be_typed() -> None:
         (found(checkpoint(20), one), "", "first/step_000010", "-e from_checkpoint=first/step_000040"),
         (found(tuned=[begun]), "chat", "", f"dest={RUNS}/first/checkpoints/"),
     ):
-        with pytest.raises(RefusedError) as error:
+        with pytest.raises(FineTuningRefusedError) as error:
             decided(found_there, GIVEN, run_id, asked)
         assert typed in error.value.finding["remedy"]
 

@@ -48,7 +48,7 @@ class TestRunView:
 
     def test_without_a_terminal_what_is_odd_is_reported_once(self) -> None:
         screen = progress.Screen(Console(file=io.StringIO(), width=200))
-        follower = watch.Follower(screen, None, [])
+        follower = watch.RunFollower(screen, None, [])
         ended = {"time": 1000, "outcome": "retryable", "step": 9, "reason": "Lost rank 1 (b)."}
         for seconds in (64, 70):
             delayed = state(0, past_attempts=[ended])

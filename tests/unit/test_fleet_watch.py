@@ -88,7 +88,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class TestThroughAnsibleRunner:
     def test_follows_a_run_to_its_end(self, fake: Path) -> None:
         screen = progress.Screen(Console(file=io.StringIO(), width=100))
-        follower = watch.Follower(screen, str(fake / "hosts.yml"), [])
+        follower = watch.RunFollower(screen, str(fake / "hosts.yml"), [])
         assert follower.follow() == watch.FINISHED
         view = follower.view
         assert [rank.host for rank in view.ranks] == ["a", "b"]
@@ -99,7 +99,7 @@ class TestThroughAnsibleRunner:
     def test_a_rebooted_host_without_a_boot_entry_comes_with_its_command(self, fake: Path) -> None:
         (fake / "reboots").touch()
         screen = progress.Screen(Console(file=io.StringIO(), width=200))
-        follower = watch.Follower(screen, str(fake / "hosts.yml"), [])
+        follower = watch.RunFollower(screen, str(fake / "hosts.yml"), [])
         assert follower.follow() == watch.FAILED
         printed = screen.console.file.getvalue()  # type: ignore[attr-defined]
         assert printed.count("Rebooted:    b at ") == 1
@@ -113,7 +113,7 @@ class TestThroughAnsibleRunner:
         monkeypatch.setattr(watch, "_RETRY_SECONDS", (0, 0))
         (fake / "returns").touch()
         screen = progress.Screen(Console(file=io.StringIO(), width=200))
-        follower = watch.Follower(screen, str(fake / "hosts.yml"), [])
+        follower = watch.RunFollower(screen, str(fake / "hosts.yml"), [])
         assert follower.follow() == watch.FINISHED
         assert "the run restarts by itself on a, b" in screen.console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -148,10 +148,10 @@ class TestThroughAnsibleRunner:
 def test_leaving_a_run_shows_it_goes_on(
     fake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def leave(self: watch.Follower) -> int:
+    def leave(self: watch.RunFollower) -> int:
         raise playbooks.CancelledError
 
-    monkeypatch.setattr(watch.Follower, "follow", leave)
+    monkeypatch.setattr(watch.RunFollower, "follow", leave)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         assert main(["watch", "-i", str(fake / "hosts.yml")]) == 130

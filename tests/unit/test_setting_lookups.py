@@ -1,4 +1,4 @@
-"""The lookups of the wiring: a setting or its declared default, and the settings of a run."""
+"""The lookups: a setting or its declared default, the settings of a run, and whether tasks are root."""
 
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ def resolved(template: str, **variables: Any) -> Any:
 
 SETTING = "{{{{ lookup('nanofleet.fleet.setting', '{}') }}}}"
 RUN = "{{ lookup('nanofleet.fleet.run_settings') }}"
+AS_ROOT = "{{ lookup('nanofleet.fleet.as_root') }}"
 
 
 def test_a_setting_has_the_default_of_the_role_that_declares_it() -> None:
@@ -86,3 +87,17 @@ def test_a_typed_length_replaces_that_of_the_preset(monkeypatch: pytest.MonkeyPa
 def test_an_unknown_preset_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AnsibleError, match="preset is 'smok': it takes smoke"):
         requested(monkeypatch, {"preset": "smok"})
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ({}, True),
+        ({"ansible_become": "{{ not sudo }}", "sudo": True, "ansible_user": "eva"}, False),
+        ({"ansible_become": "no"}, False),
+        ({"ansible_become": "no", "ansible_user": "{{ 'root' }}"}, True),
+        ({"ansible_become": "yes", "ansible_user": "eva"}, True),
+    ],
+)
+def test_tasks_are_root_unless_the_inventory_excludes_it(host: dict[str, Any], expected: bool) -> None:
+    assert resolved(AS_ROOT, **host) is expected

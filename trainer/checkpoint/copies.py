@@ -20,7 +20,7 @@ import torch
 
 from trainer.checkpoint import storage
 from trainer.checkpoint.storage import DamagedCheckpointError
-from trainer.checkpoint.transfer import Transfer
+from trainer.checkpoint.transfer import CheckpointTransfer
 from trainer.config import ConfigError, RunConfig
 from trainer.distributed.process_group import Collectives, Peer
 from trainer.distributed.subgroup import Subgroup
@@ -71,7 +71,7 @@ class CheckpointCopies:
         if len(members) > 1:
             self._link = Subgroup.open(group, "checkpoint copies", members, source=0)
         self._has_copies = self._link is not None
-        self._transfer: Transfer | None = None
+        self._transfer: CheckpointTransfer | None = None
         self._last: str | None = None  # the newest checkpoint whose copy was started
         self._skipped: str | None = None
 
@@ -108,7 +108,7 @@ class CheckpointCopies:
         if self._group.rank == 0:
             self._last = newest
             path = self._folder / Path(str(newest)).name
-        self._transfer = Transfer(self._link, self._folder, path)
+        self._transfer = CheckpointTransfer(self._link, self._folder, path)
 
     def stop(self) -> None:
         """Wait until a copy in progress has ended. Abandon the group first, which ends the copy."""
@@ -215,9 +215,9 @@ def fetch_newer(group: Collectives, folder: Path, run_id: str, config: RunConfig
         log(f"{host} has the newest checkpoint, of step {max(steps):,}; the coordinator has {own_step}.")
         for path in damaged:
             _set_aside(path)
-        transfer = Transfer(link, folder, prunes=False)
+        transfer = CheckpointTransfer(link, folder, prunes=False)
     elif group.rank == source:
-        transfer = Transfer(link, folder, folder / f"step_{max(steps):06d}")
+        transfer = CheckpointTransfer(link, folder, folder / f"step_{max(steps):06d}")
     running = True
     while running:
         if transfer is not None:

@@ -33,7 +33,7 @@ NAME = re.compile(r"step_\d+")
 FILE = re.compile(r"(tokenizer/)?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
-class Transfer:
+class CheckpointTransfer:
     """Sends one checkpoint to other hosts, or receives it, in a thread.
 
     The attributes have their final values once `busy` is False.

@@ -103,7 +103,7 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     """Assigns documents to shards: training shards of about equal size, then one for validation.
 
     total: the size of all text in bytes. n_train: the number of training shards. train_bytes: the size of the
@@ -136,7 +136,7 @@ def write_shards(spool: Spool, folder: Path, n_bytes: int, shard_bytes: int) -> 
     n_bytes: the size of all documents in bytes. Returns a manifest entry for each shard: a dict with name,
     sha256, bytes, documents, text_bytes and split.
     """
-    plan = Plan.make(n_bytes, shard_bytes)
+    plan = ShardPlan.make(n_bytes, shard_bytes)
     entries = []
     with Progress("writing shards", n_bytes) as progress:
         for number, (_, documents) in enumerate(itertools.groupby(_planned(spool, plan), itemgetter(0))):
@@ -154,7 +154,7 @@ def write_shards(spool: Spool, folder: Path, n_bytes: int, shard_bytes: int) -> 
     return with_splits(entries)
 
 
-def _planned(spool: Spool, plan: Plan) -> Iterator[tuple[int, bytes]]:
+def _planned(spool: Spool, plan: ShardPlan) -> Iterator[tuple[int, bytes]]:
     start = 0
     for data in spool:
         yield plan.shard(start, start + len(data)), data

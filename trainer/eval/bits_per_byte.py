@@ -16,7 +16,7 @@ from trainer.distributed.process_group import Collectives
 from trainer.model.gpt import GPT
 
 
-class Evaluation(NamedTuple):
+class ValidationResult(NamedTuple):
     """The result of an evaluation on the validation split.
 
     val_bpb: bits per byte of text. val_loss: mean loss in nats per token.
@@ -35,7 +35,7 @@ def evaluate(
     device_batch_size: int,
     group: Collectives,
     shares: Sequence[int] = (1,),
-) -> Evaluation:
+) -> ValidationResult:
     """Compute bits per byte and loss on the first rows of a split.
 
     A collective call; all ranks return the same result.
@@ -69,4 +69,4 @@ def evaluate(
         ).cpu()
     group.all_reduce([totals])
     nats_with_bytes, text_bytes, nats, n_targets = totals.tolist()
-    return Evaluation(nats_with_bytes / (math.log(2) * max(text_bytes, 1)), nats / max(n_targets, 1))
+    return ValidationResult(nats_with_bytes / (math.log(2) * max(text_bytes, 1)), nats / max(n_targets, 1))

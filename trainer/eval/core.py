@@ -100,7 +100,7 @@ class CoreResult:
 
 
 @dataclass(frozen=True)
-class Progress:
+class BlockProgress:
     """How far an evaluation of CORE is when a block of items begins.
 
     task: label of the current task.
@@ -138,7 +138,7 @@ def evaluate_core(
     bundle: Bundle,
     group: Collectives,
     finished: Mapping[str, TaskResult] | None = None,
-    on_block: Callable[[Progress], None] = ignore,
+    on_block: Callable[[BlockProgress], None] = ignore,
     on_task: Callable[[str, TaskResult, float], None] = ignore,
     shares: Sequence[int] = (),
     should_stop: Callable[[], bool] = bool,
@@ -167,7 +167,7 @@ def evaluate_core(
                 part = (sum(works[:number]) + works[number] * block[0] / len(task.items)) / sum(works)
                 tokens = _most_tokens(group, mine)
                 seconds = time.monotonic() - began
-                on_block(Progress(task.label, block[0], len(task.items), part, seconds, tokens))
+                on_block(BlockProgress(task.label, block[0], len(task.items), part, seconds, tokens))
                 answers = [
                     _is_correct(model, task, task.items[i].get("gold", 0), prompts)
                     for i, prompts in zip(numbers, mine, strict=True)

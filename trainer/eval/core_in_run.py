@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.process_group import Collectives
-from trainer.eval.core import CoreResult, Progress, StoppedEvaluationError, evaluate_core
+from trainer.eval.core import BlockProgress, CoreResult, StoppedEvaluationError, evaluate_core
 from trainer.eval.core_bundle import Bundle
 from trainer.health.run_status import RunStatus
 from trainer.health.watchdog import Watchdog
@@ -33,7 +33,7 @@ def evaluate(
     before = watchdog.evaluation_steps
     slowest = min(shares) * model.config.sequence_len  # tokens of a step on one rank
 
-    def begin_block(progress: Progress) -> None:
+    def begin_block(progress: BlockProgress) -> None:
         run_status.begin_stage_again()
         watchdog.evaluation_steps = max(before, progress.block_tokens / slowest)
 

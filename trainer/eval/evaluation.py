@@ -30,7 +30,7 @@ from trainer.distributed.process_group import Collectives
 from trainer.distributed.rendezvous import join_store
 from trainer.eval import bits_per_byte, sample
 from trainer.eval.chat_tasks import GREEDY, ChatTask, check_letter, evaluate_task, read_task
-from trainer.eval.core import Progress, TaskResult, evaluate_core, task_result
+from trainer.eval.core import BlockProgress, TaskResult, evaluate_core, task_result
 from trainer.eval.core_bundle import Bundle, read_bundle
 from trainer.eval.core_download import fetch_bundle
 from trainer.eval.parts import Parts
@@ -259,7 +259,7 @@ class Evaluation:
             text = f"{task.name}: {done} of {counted(len(task.questions), 'question')}"
             self.log.info(text, extra=fields("chat_progress", task=task.name, done=done))
 
-    def _report_progress(self, progress: Progress) -> None:
+    def _report_progress(self, progress: BlockProgress) -> None:
         if not self.env.is_coordinator or time.monotonic() - self._reported_at < PROGRESS_SECONDS:
             return
         self._reported_at = time.monotonic()

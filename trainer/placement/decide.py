@@ -99,7 +99,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Measured:
+class RankMeasurements:
     """The measurements of one rank.
 
     speed: the measured seconds of the rank on the device of the run.
@@ -114,7 +114,7 @@ class Measured:
     gpu_too_small: bool = False
 
     @classmethod
-    def load(cls, saved: Mapping[str, Any]) -> Measured:
+    def load(cls, saved: Mapping[str, Any]) -> RankMeasurements:
         """The measurements in `saved`, a dict of the fields in which speed, link and gpu are dicts too."""
         link, gpu = saved["link"], saved["gpu"]
         return cls(
@@ -129,7 +129,7 @@ def measure_all(
     numerics: Numerics,
     gpu: Numerics | None,
     batch_size: int,
-) -> list[Measured]:
+) -> list[RankMeasurements]:
     """Measure speed and link of every rank; every rank returns the results of all ranks. A collective call.
 
     model, optimizer: of this rank; weights and optimizer state are overwritten. numerics: device and number
@@ -140,8 +140,8 @@ def measure_all(
     link = measure_link(group, numerics.device)
     speed = measure_speed(model, optimizer, batch_size)
     on_gpu = measure_gpu(gpu, model, batch_size) if gpu else None
-    mine = asdict(Measured(speed, link, on_gpu, gpu is not None and on_gpu is None))
-    return [Measured.load(json.loads(one)) for one in group.gather_bytes(json.dumps(mine).encode())]
+    mine = asdict(RankMeasurements(speed, link, on_gpu, gpu is not None and on_gpu is None))
+    return [RankMeasurements.load(json.loads(one)) for one in group.gather_bytes(json.dumps(mine).encode())]
 
 
 def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config: RunConfig) -> StepWork:
@@ -189,7 +189,7 @@ def rank_names(peers: Sequence[Peer]) -> list[str]:
 
 
 def decide(
-    measured: Sequence[Measured],
+    measured: Sequence[RankMeasurements],
     names: Sequence[str],
     plan: Plan,
     work: StepWork,

@@ -32,7 +32,7 @@ from trainer.host.topology import Topology, cpu_list, parse_cpu_list, read_topol
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.placement.threads import (
     WORK_SECONDS,
-    Measured,
+    TimedCandidate,
     candidates_of,
     choose_threads,
     layer_work,
@@ -173,7 +173,9 @@ def work_maker(
     return lambda: layer_work(GPT(shape), compute_dtype, config.device_batch_size, flops)
 
 
-def propose_ranks(topology: Topology, best: Measured, make_work: Callable[[], Callable[[], object]]) -> str:
+def propose_ranks(
+    topology: Topology, best: TimedCandidate, make_work: Callable[[], Callable[[], object]]
+) -> str:
     """The sentence that proposes one rank on each NUMA node, if this is faster; "" if it is not.
 
     topology, best, make_work: as for `ranks_per_node`.

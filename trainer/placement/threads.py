@@ -41,7 +41,7 @@ RANKS_PAY = 1.1  # a rank per NUMA node is proposed from this speed on: ranks al
 
 
 @dataclass(frozen=True)
-class Measured:
+class TimedCandidate:
     """A set of processors with its measured time.
 
     candidate: the set. seconds: mean seconds of the measured work on this set.
@@ -58,8 +58,8 @@ class ThreadChoice:
     measured: all sets, in the order of their measurement. best: the chosen set.
     """
 
-    measured: Sequence[Measured]
-    best: Measured
+    measured: Sequence[TimedCandidate]
+    best: TimedCandidate
 
     def table(self) -> list[str]:
         """One line per measured set: its name, processors and milliseconds; ">" marks the chosen one."""
@@ -109,11 +109,11 @@ def choose_threads(
     topology: the processors of this host. candidates: the sets; by default those of `candidates_of`. A
     smaller set is chosen over a faster one if it is slower by at most the factor TIE.
     """
-    measured: list[Measured] = []
+    measured: list[TimedCandidate] = []
     for candidate in candidates or candidates_of(topology):
         best = min((each.seconds for each in measured), default=float("inf"))
         with pinned(candidate.cpus):
-            measured.append(Measured(candidate, _seconds_of(work, HOPELESS * best)))
+            measured.append(TimedCandidate(candidate, _seconds_of(work, HOPELESS * best)))
     fastest = min(each.seconds for each in measured)
     chosen = next(each for each in measured if each.seconds <= TIE * fastest)
     return ThreadChoice(measured, chosen)
@@ -180,7 +180,7 @@ def _thinner(matrix: torch.Tensor, part: float) -> torch.Tensor:
 
 
 def ranks_per_node(
-    topology: Topology, best: Measured, make_work: Callable[[], Callable[[], object]]
+    topology: Topology, best: TimedCandidate, make_work: Callable[[], Callable[[], object]]
 ) -> tuple[int, float]:
     """Measure whether one rank on each NUMA node of this host is faster than one rank on the host.
 

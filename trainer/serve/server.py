@@ -25,7 +25,7 @@ FOLLOW_SECONDS = 5.0
 GRACE_SECONDS = 10  # for answers that are in progress at SIGTERM
 
 
-class Follower(threading.Thread):
+class CheckpointFollower(threading.Thread):
     """A thread that loads each new checkpoint of a run while the server answers.
 
     scheduler: the scheduler that answers with each new model. run_dir: the run directory. dtype: format of
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     with listen(args.host, args.port) as sock:
         scheduler = Scheduler(load_from(args), args.batch, args.queue)
         scheduler.start()
-        follower = Follower(scheduler, args.run_dir, args.dtype) if args.follow else None
+        follower = CheckpointFollower(scheduler, args.run_dir, args.dtype) if args.follow else None
         if follower is not None:
             follower.start()
         port = sock.getsockname()[1]

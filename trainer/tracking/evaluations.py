@@ -14,8 +14,8 @@ from typing import Any
 
 from trainer.tracking.files import Cursor, Facts
 from trainer.tracking.mlflow_run import (
+    FiguresRejectedError,
     MlflowRun,
-    RefusedError,
     RunLostError,
     describe_failure,
     is_server,
@@ -70,7 +70,7 @@ def send(checkpoint: Path, out: Path, parts: Mapping[str, Any], uri: str) -> str
         for name in SENT:
             if (out / name).exists():
                 run.put(out / name, f"{FOLDER}/step_{step:06d}")
-    except RefusedError as error:
+    except FiguresRejectedError as error:
         return f"The tracker at {shown_uri(uri)} refuses the results: {error}. They are in {out}."
     except Exception as error:  # any failure of the server; the results are kept in files
         return f"The tracker at {shown_uri(uri)} {describe_failure(error)}. The results are in {out}."

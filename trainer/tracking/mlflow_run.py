@@ -34,7 +34,7 @@ class RunLostError(Exception):
     """Raised if the server no longer has the run, or has it marked as deleted."""
 
 
-class RefusedError(Exception):
+class FiguresRejectedError(Exception):
     """Raised if the server rejects a request as invalid, so that sending it again cannot help."""
 
 
@@ -100,7 +100,8 @@ class MlflowRun:
     def log(self, points: Sequence[Point]) -> None:
         """Send figures. points: at most BATCH_METRICS tuples (metric, value, Unix time, step).
 
-        Raises RunLostError if the server no longer has the run, RefusedError if it rejects the figures.
+        Raises RunLostError if the server no longer has the run, and FiguresRejectedError if it rejects
+        the figures.
         """
         from mlflow.entities import Metric
 
@@ -166,7 +167,7 @@ class MlflowRun:
                 lookup = self._client.get_run
                 if self.id and call != lookup and self._ask(lookup, self.id).info.lifecycle_stage != "active":
                     raise RunLostError from None
-                raise RefusedError(reason(error)) from None
+                raise FiguresRejectedError(reason(error)) from None
             raise
 
 

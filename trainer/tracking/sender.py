@@ -36,9 +36,9 @@ from trainer.tracking.files import Cursor, Facts, NewLines
 from trainer.tracking.mlflow_run import (
     BATCH_METRICS,
     STATUS,
+    FiguresRejectedError,
     MlflowRun,
     Point,
-    RefusedError,
     RunLostError,
     describe_failure,
     is_server,
@@ -190,7 +190,7 @@ class Sender:
             batch = points[start : start + BATCH_METRICS]
             try:
                 run.log(batch)
-            except RefusedError as error:
+            except FiguresRejectedError as error:
                 text = f"The tracker refuses figures of step {batch[0][3]}: {error}."
                 self.report({"log": f"{text} They are in {files.METRICS} only."})
             self.cursor.steps.update({name: step for name, _, _, step in batch})
@@ -209,7 +209,7 @@ class Sender:
                 continue
             try:
                 run.put(path, name.rpartition("/")[0])
-            except RefusedError as error:
+            except FiguresRejectedError as error:
                 self.report({"log": f"The tracker refuses {name}: {error}"})
             self.cursor.artifacts[name] = version
             self.cursor.save(self.run_dir)

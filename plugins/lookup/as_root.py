@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: MIT
+"""Lookup plugin: whether the tasks of a play are root on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible.plugins.lookup import LookupBase
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_hosts import may_become_root
+
+
+class LookupModule(LookupBase):
+    """The lookup `nanofleet.fleet.as_root`: False if ansible_become is false and the user is not root."""
+
+    def run(
+        self, terms: Sequence[str], variables: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> list[bool]:
+        names = [name for name in ("ansible_become", "ansible_user") if name in (variables or {})]
+        host = {name: self._templar.template((variables or {})[name]) for name in names}
+        return [may_become_root(host) or host.get("ansible_user") == "root"]
