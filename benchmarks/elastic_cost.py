@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import ranks, record
-from benchmarks.elastic import SETTINGS, Lab
+from benchmarks.elastic import SETTINGS
+from benchmarks.elastic_lab import Lab
 from benchmarks.lab import machine
 
 RECORD = record.RECORDED / "elastic-cost.json"

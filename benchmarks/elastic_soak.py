@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import elastic, failover, ranks, record
-from benchmarks.elastic import Lab
+from benchmarks import elastic, elastic_lab, failover, ranks, record
+from benchmarks.elastic_lab import Lab
 from benchmarks.lab import machine
 
 ROOT = ranks.ROOT
@@ -75,7 +75,7 @@ def disturb(lab: Lab, minutes: float, seed: int, say: Callable[[str], None] = pr
             is_due = next_at <= time.time() < end and len(free) > lab.hosts // 2 + 1
             if is_due and members(lab) > lab.hosts // 2 + 1:
                 host = chance.choice(free)
-                event, away = chance.choice(elastic.events(lab, host)), chance.uniform(*AWAY_SECONDS)
+                event, away = chance.choice(elastic_lab.events(lab, host)), chance.uniform(*AWAY_SECONDS)
                 soak.counts[event.name] = soak.counts.get(event.name, 0) + 1
                 say(f"{time.time() - soak.began:6.0f} s: {event.name} of {lab.host(host)} for {away:.0f} s")
                 event.plant()

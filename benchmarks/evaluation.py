@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ranks, record
-from benchmarks.elastic import RUNS, Lab
+from benchmarks.elastic_lab import RUNS, Lab
 from benchmarks.lab import machine
 from trainer.formatting import markdown_table
 

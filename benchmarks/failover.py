@@ -18,8 +18,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import elastic, ranks, record
-from benchmarks.elastic import AWAY_SECONDS, CALM_STEPS, POLL_SECONDS, Lab
+from benchmarks import elastic, elastic_lab, ranks, record
+from benchmarks.elastic import CALM_STEPS
+from benchmarks.elastic_lab import AWAY_SECONDS, POLL_SECONDS, Lab
 from benchmarks.lab import machine
 from trainer.formatting import markdown_table
 
@@ -59,7 +60,7 @@ def measure(lab: Lab, name: str) -> dict[str, float]:
     goal = int(status(lab)["step"]) + CALM_STEPS + REPEATED_STEPS
     watched.wait(lambda: max((step for _, step in watched.steps), default=0) >= goal, f"calm before {name}")
     repeated = lab.repeated()
-    (event,) = (each for each in elastic.events(lab, coordinator) if each.name == name)
+    (event,) = (each for each in elastic_lab.events(lab, coordinator) if each.name == name)
     planted, fixed = event.happen(watched)
     while True:
         now = status(lab)
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     lab = Lab(args.lab, args.hosts, args.data_dir.resolve(), f"failover-{int(time.time())}")
     lab.play("train.yml", run_id=lab.run_id, data_dir=lab.data_dir, **SETTINGS)
     try:
-        names = [each.name for each in elastic.events(lab, 1)]
+        names = [each.name for each in elastic_lab.events(lab, 1)]
         found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         for repeat in range(args.repeats):
             for name in names:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic import RUNS, Lab
+from benchmarks.elastic_lab import RUNS, Lab
 
 from .lab import LAB, Fleet
 from .test_elastic import ELASTIC, MODEL

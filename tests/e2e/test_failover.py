@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elastic import RANK, RUNS, Lab
+from benchmarks.elastic_lab import RANK, RUNS, Lab
 
 from .elastic_status import Run, elastic_lab
 from .test_elastic import undisturbed

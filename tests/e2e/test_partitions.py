@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.elastic import RUNS, Lab
+from benchmarks.elastic_lab import RUNS, Lab
 from trainer.elastic.agreement import QUORUM_SECONDS
 
 from .elastic_status import Run, elastic_lab

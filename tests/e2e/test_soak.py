@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.elastic import CALM_STEPS, RANK, RUNS, Lab
+from benchmarks.elastic import CALM_STEPS
+from benchmarks.elastic_lab import RANK, RUNS, Lab
 from benchmarks.elastic_soak import Soak, disturb, result
 
 from .continued import check_losses

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import elastic, elastic_soak
+from benchmarks import elastic_lab, elastic_soak
 from benchmarks.elastic import SETTINGS
 from benchmarks.elastic_soak import block, goodput
 
@@ -64,7 +64,7 @@ def test_steps_that_were_trained_again_count_once_for_all_hosts() -> None:
         "\n".join([line.format(90, 4), line.format(200, 1)]),
         line.partition(" {} step(s)")[0],
     ]
-    assert elastic.repeated(logs) == 5
+    assert elastic_lab.repeated(logs) == 5
 
 
 def test_what_was_planted_is_ended_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +75,12 @@ def test_what_was_planted_is_ended_after_an_error(monkeypatch: pytest.MonkeyPatc
         if len(did) == 2:
             raise SystemExit("podman fails")
 
-    event = elastic.Event("freeze", plant, lambda: did.append("fix"))
-    monkeypatch.setattr(elastic, "events", lambda lab, host: [event])
+    event = elastic_lab.Event("freeze", plant, lambda: did.append("fix"))
+    monkeypatch.setattr(elastic_lab, "events", lambda lab, host: [event])
     monkeypatch.setattr(elastic_soak, "EVERY_SECONDS", 0.01)
     monkeypatch.setattr(elastic_soak, "members", lambda lab: 5)
     with pytest.raises(SystemExit, match="podman fails"):
-        elastic_soak.disturb(elastic.Lab("lab", 5, Path()), 1.0, 1, lambda line: None)
+        elastic_soak.disturb(elastic_lab.Lab("lab", 5, Path()), 1.0, 1, lambda line: None)
     assert did == ["plant", "plant", "fix"]
 
 
