@@ -48,6 +48,7 @@ GROUPS = (
             "fast-4096-float32",
             "single-2048-bfloat16",
             "single-4096-bfloat16",
+            "ddp-4096-bfloat16",
             "fast-4096-bfloat16",
             "single-8192-bfloat16",
             "single-16384-bfloat16",

@@ -56,7 +56,7 @@ from benchmarks.cases import (
     plain,
     steps_of,
 )
-from benchmarks.targets import host_table, relative_gemm_rate, targets_table
+from benchmarks.targets import host_table, prediction_line, relative_gemm_rate, targets_table
 from fleet import corpus
 from trainer.bench import SCHEMA
 from trainer.bench.report import compare, load
@@ -375,7 +375,7 @@ def conclude(job: Job) -> int:
                 rows[f"{group.name}/{row['case']}"] = row
                 beside = relative_gemm_rate(results[row["case"]], results.values(), group.slow_second)
                 row["relative_gemm_rate"] = beside
-    lines += [targets_table(rows), ""]
+    lines += [targets_table(rows), "", prediction_line(rows.values()), ""]
     for group in GROUPS:
         path = job.out / group.name / "bench.md"
         if path.exists():

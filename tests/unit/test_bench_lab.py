@@ -16,12 +16,14 @@ from trainer.bench import SCHEMA
 
 
 def test_targets_show_by_how_much_they_are_missed() -> None:
-    row = {"ratio": 1.65, "share_of_bound": 0.9, "payload": 180e6, "baseline_share_of_limit": 0.88}
+    row = {"ratio": 1.65, "share_of_bound": 0.9, "over_ddp": 1.7, "payload": 180e6}
+    row["baseline_share_of_limit"] = 0.88
     lines = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()
     assert "missed by 0.05x" in lines[2]
-    assert "met" in lines[3]
-    assert "met" in lines[4]
-    assert "not measured" in lines[5]
+    assert " met " in lines[3]
+    assert "missed by 0.10x" in lines[4]
+    assert " met " in lines[5]
+    assert "not measured" in lines[6]
 
 
 def test_a_ratio_to_a_slow_single_does_not_count() -> None:
@@ -41,6 +43,18 @@ def test_the_table_of_one_host_counts_its_threads() -> None:
     text = targets.host_table({"host-4096": one, "host-8192": two})
     assert "| 4096, 1 thread " in text
     assert "| 8192, 2 threads " in text
+
+
+def test_nine_of_ten_predicted_steps_are_near_the_measured_ones() -> None:
+    rows = [{"step_seconds": 10.0, "predicted_seconds": 10.0 + error} for error in (-0.5, 0.2, 0.9)]
+    rows += [{"step_seconds": 10.0, "predicted_seconds": 10.1} for _ in range(6)]
+    assert targets.prediction_line([*rows, {"step_seconds": 10.0, "predicted_seconds": 13.0}]) == (
+        "Predicted steps of 10 cases: -5.0% to +30.0% of the measured ones; 90 % of them within 9.0% "
+        "(at most 10%: met)."
+    )
+    missed = [*rows[:2], *2 * [{"step_seconds": 10.0, "predicted_seconds": 13.0}]]
+    assert targets.prediction_line(missed).endswith("within 30.0% (at most 10%: missed).")
+    assert targets.prediction_line([{"step_seconds": 10.0, "predicted_seconds": None}]) == ""
 
 
 def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
