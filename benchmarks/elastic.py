@@ -11,13 +11,15 @@ Each event happens to the last host (--host), --repeats times with elastic=true,
 elastic=false, where the units restart the run from its last checkpoint. A checkpoint is saved every minute. A
 host that is cut off, frozen, stopped or without power is back after 20 s. Writes the medians to
 OUT/elastic.json after each event, and prints them at the end; --record also writes
-docs/recorded/elastic.json. The times are those of the lines in metrics.jsonl of another host.
+docs/recorded/elastic.json, where with --repeats 0 or --restarts 0 the earlier figures of that part stay. The
+times are those of the lines in metrics.jsonl of another host.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import sys
@@ -177,12 +179,31 @@ def main(argv: list[str] | None = None) -> int:
         "away_seconds": AWAY_SECONDS,
         "settings": args.settings,
     }
-    content: dict[str, Any] = {**origin}
+    content: dict[str, Any] = recorded(origin, args.repeats, args.restarts) if args.record else {**origin}
     for elastic, repeats in ((True, args.repeats), (False, args.restarts)):
         if repeats:
             run(args, elastic, repeats, content)
     print(block(content))
     return 0
+
+
+def recorded(origin: Mapping[str, Any], repeats: int, restarts: int) -> dict[str, Any]:
+    """What the record will have besides the parts that are measured now: those of the present record.
+
+    origin: of the measurement. The part with elastic=false has its own commit and date, restart_commit and
+    restart_date.
+    """
+    before = json.loads(RECORD.read_text(encoding="utf-8"))
+    if not repeats:
+        return {**before, "restart_commit": origin["commit"], "restart_date": origin["date"]}
+    content = {**origin, "restart_commit": origin["commit"], "restart_date": origin["date"]}
+    if not restarts:
+        for name in ("commit", "date"):
+            content[f"restart_{name}"] = before.get(f"restart_{name}", before[name])
+        content |= {
+            name: each for name, each in before.items() if name in ("restart", "restart_step_seconds")
+        }
+    return content
 
 
 def run(args: argparse.Namespace, elastic: bool, repeats: int, content: dict[str, Any]) -> None:
@@ -278,8 +299,11 @@ def block(content: Mapping[str, Any]) -> str:
         for key in ("elastic", "restart")
     }
     settings, copy, hosts = content["settings"], content.get("copy"), content["hosts"]
-    beside = f", and of {counts['restart']} with `elastic=false` and a checkpoint every minute"
-    beside = beside if counts["restart"] else ""
+    beside = ""
+    if counts["restart"]:
+        beside = f", and of {counts['restart']} with `elastic=false` and a checkpoint every minute"
+        if content.get("restart_commit", content["commit"]) != content["commit"]:
+            beside += f" (commit `{content['restart_commit']}`, {content['restart_date']})"
     text = (
         f"**Measured in containers on one machine** ({content['machine']}), {hosts} hosts with one thread "
         f"each on its cores (load of other programs before: {content['load']:g}): `{content['command']}`, "

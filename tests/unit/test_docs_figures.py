@@ -114,3 +114,20 @@ def test_the_table_of_leaves_and_joins_has_a_line_per_event() -> None:
     assert elastic.table({"elastic": [event]}).splitlines()[2:] == [row]
     beside = {"event": "freeze", "next_step": 60.0, "repeated": 30.0}
     assert elastic.table({"elastic": [event], "restart": [beside]}).splitlines()[2:] == [f"{row} 60 | 30 |"]
+
+
+def test_a_part_that_is_not_measured_again_keeps_its_figures_and_commit() -> None:
+    before = json.loads(elastic.RECORD.read_text(encoding="utf-8"))
+    new = {**before, "commit": "abc", "date": "2030-01-01"}
+    new = {name: value for name, value in new.items() if name not in ("elastic", "restart")}
+    restarts = elastic.recorded(new, 0, 5)
+    assert restarts["elastic"] == before["elastic"]
+    assert (restarts["commit"], restarts["restart_commit"]) == (before["commit"], "abc")
+    assert "(commit `abc`, 2030-01-01)" in elastic.block(restarts)
+    runs = elastic.recorded(new, 5, 0)
+    assert runs["restart"] == before["restart"]
+    assert runs["restart_commit"] == before.get("restart_commit", before["commit"])
+    assert runs["commit"] == "abc"
+    both = elastic.recorded(new, 5, 5)
+    assert both["commit"] == both["restart_commit"] == "abc"
+    assert "restart" not in both
