@@ -62,6 +62,27 @@ def test_the_copy_is_of_the_moment(tmp_path: Path, data_dir: Path, monkeypatch: 
     assert torch.equal(storage.load(saver.saved).model["lm_head.weight"], model.lm_head.weight)
 
 
+def test_a_state_that_is_made_later_is_written_without_a_pause(tmp_path: Path, data_dir: Path) -> None:
+    model, ready, printed = GPT(MODEL), threading.Event(), []
+    model.init_weights()
+    state = state_at(3, model)
+
+    def make() -> State:
+        assert ready.wait(60)
+        return state
+
+    saver = CheckpointWriter(tmp_path / "checkpoints", data_dir / "tokenizer", 2, printed.append)
+    saver.save_later(3, writer.nbytes(state), make)
+    assert saver.busy
+    ready.set()
+    assert saver.wait()
+    assert saver.saved is not None
+    assert saver.saved.name == "step_000003"
+    assert not saver._copies, "the tensors are not copied"
+    assert torch.equal(storage.load(saver.saved).model["lm_head.weight"], model.lm_head.weight)
+    assert "in the background, after a pause of 0.00 s" in printed[0]
+
+
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path, data_dir: Path) -> None:
     model = GPT(MODEL)
     model.init_weights()

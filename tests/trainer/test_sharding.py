@@ -17,6 +17,7 @@ from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
 from trainer.optim.row_adamw import RowAdamW
 from trainer.sync.modes import make_sync
+from trainer.sync.row_shards import owners_of_blocks
 
 
 def saved(run_dir: Path) -> State:
@@ -108,6 +109,24 @@ def test_each_row_has_one_owner(world_size: int) -> None:
         tables = {"transformer.wte.weight", "value_embeds.1.weight", "lm_head.weight"}
         assert owned.keys() == tables
         assert all(sorted(rows) == list(range(320)) for rows in owned.values())
+
+
+@pytest.mark.parametrize("n_places", [1, 2, 3, 4, 6, 64])
+def test_ranks_own_blocks_in_turn_and_keep_them_when_others_are_lost(n_places: int) -> None:
+    everyone = owners_of_blocks(range(n_places), n_places, 512)
+    assert everyone == [block % n_places for block in range(512)]
+    for lost in range(n_places if n_places > 1 else 0):
+        places = [place for place in range(n_places) if place != lost]
+        owners = owners_of_blocks(places, n_places, 512)
+        assert all(places[now] == place for now, place in zip(owners, everyone, strict=True) if place != lost)
+        counts = [owners.count(rank) for rank in range(len(places))]
+        assert max(counts) - min(counts) <= 2
+
+
+def test_an_election_changes_the_numbers_of_the_ranks_but_not_what_their_places_own() -> None:
+    places = [2, 3, 1]  # the coordinator has place 2 now, place 0 is lost
+    owners = [places[rank] for rank in owners_of_blocks(places, 4, 16)]
+    assert owners == [2, 1, 2, 3, 3, 1, 2, 3, 1, 1, 2, 3, 2, 1, 2, 3]
 
 
 @pytest.mark.parametrize("sync", ["dense", "exact", "fast"])

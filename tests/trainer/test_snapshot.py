@@ -47,6 +47,21 @@ def test_each_row_is_that_of_its_owner_on_every_holder(holder: int) -> None:
     assert int(state.optim["scale"]["step"]) == int(state.optim["table"]["step"]) == 3
 
 
+def test_a_state_that_a_thread_assembles_is_assembled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = {"model/scale": torch.tensor([7.0])}
+    flat = part["model/scale"].view(torch.uint8)
+    copy, calls, assemble = Copy({"step": 9}, 0, Layout([formats_of(part)], {}), [flat]), [], Copy.assemble
+    monkeypatch.setattr(Copy, "assemble", lambda self: calls.append(self) or assemble(self))
+    future = copy.begin_assembly()
+    assert copy.begin_assembly() is future
+    assert copy.take_state() is future.result()
+    assert len(calls) == 1
+    again = state_of(copy)
+    assert again is not None
+    assert again is not future.result(), "the caller of take_state may have changed it"
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize(
     ("pause", "seconds", "interval", "calm"),
     [(0.0, 0.0, 2.0, 2.0), (0.05, 0.1, 10.0, 30.0), (0.01, 1.0, 20.0, 60.0), (0.3, 12.0, 60.0, 60.0)],
@@ -117,3 +132,15 @@ def test_memory_for_the_next_copy_is_no_third_copy(monkeypatch: pytest.MonkeyPat
     assert made == [True]
     copies._send(whole[:0], [0], Copy({}, 0, Layout([b"[]"], {}), [whole.clone()]))
     assert made == [True], "the memory of the last copy but one is used again"
+
+
+def test_the_memory_of_a_copy_that_is_read_is_not_used_again() -> None:
+    copies, layout = Snapshots(Collectives(RankEnv(), []), None), Layout([b"[]"], {})
+    for number in (1, 2, 3):
+        part = copies._pack("part 0", {"tensor": torch.full((4,), number, dtype=torch.uint8)})
+        copies._send(part[:0], [0], Copy({"step": number}, 0, layout, [part]))
+        if number == 1:
+            lent = copies.lend()
+    assert lent.parts[0].tolist() == [1] * 4
+    used_again = copies._spare["part 0"]
+    assert used_again.tolist() == [2] * 4, "that of a copy that nobody reads is"

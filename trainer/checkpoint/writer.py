@@ -3,6 +3,7 @@
 writer = CheckpointWriter(run_dir / "checkpoints", data_dir / "tokenizer", keep=2, log=print)
 writer.save(state)              # returns after the copy; writer.saved is the newest complete checkpoint
 writer.save(state, last=True)   # without a copy: the state must not change until it is written
+writer.save_later(step, size, make)    # the same for the state that `make` returns to the thread
 writer.wait()                   # until the checkpoint is written, at most as long as a slow disk takes
 
 A full disk does not end a run: older checkpoints are deleted. If that is not enough, a warning is logged, the
@@ -60,6 +61,7 @@ class CheckpointWriter:
         self._copies: dict[str, Tensor] = {}  # reused, so that a save allocates no memory
         self._writer: threading.Thread | None = None
         self._step = 0  # of the checkpoint being written
+        self._needed = 0  # bytes for it on the disk, at most
         self._allowed = 0.0  # seconds for it
         self._due_at = 0.0  # the deadline
 
@@ -85,12 +87,25 @@ class CheckpointWriter:
         began = time.monotonic()
         copies = self.copies_last or not last
         written = self._copy(state) if copies else state
-        pause = time.monotonic() - began
-        patience = LAST_SECONDS if last else 0.0
-        self._step = state.step
-        self._allowed = patience + SETTLE_SECONDS + _size(state) / SLOWEST_BYTES_A_SECOND
+        pause = None if last else time.monotonic() - began
+        self._start(state.step, nbytes(state), lambda: written, pause, LAST_SECONDS if last else 0.0)
+
+    def save_later(self, step: int, size: int, make: Callable[[], State]) -> None:
+        """Start to write the state that `make` returns, after the previous write; `make` runs in the thread.
+
+        step: that of the state. size: bytes of its tensors. Nobody may change these until they are written.
+        If the previous write does not end in time, nothing is written (see `wait`).
+        """
+        if self.wait():
+            self._start(step, size, make, 0.0, 0.0)
+
+    def _start(
+        self, step: int, size: int, make: Callable[[], State], pause: float | None, patience: float
+    ) -> None:
+        self._step, self._needed = step, int(1.01 * size) + SLACK_BYTES
+        self._allowed = patience + SETTLE_SECONDS + size / SLOWEST_BYTES_A_SECOND
         self._due_at = time.monotonic() + self._allowed
-        arguments = (written, None if last else pause, patience)
+        arguments = (make, pause, patience)
         self._writer = threading.Thread(target=self._write, args=arguments, name="saver", daemon=True)
         self._writer.start()
 
@@ -133,23 +148,23 @@ class CheckpointWriter:
             writing = bool(group.gather_int64(torch.tensor([int(self.busy)])).any())
         group.raise_problems(self.problem)
 
-    def _write(self, state: State, pause: float | None, patience: float) -> None:
+    def _write(self, make: Callable[[], State], pause: float | None, patience: float) -> None:
         began = time.monotonic()
         try:
-            while not self._fits(state):
+            while not self._fits():
                 if time.monotonic() - began >= patience:
                     self.problem = self.shortage if patience else None
                     return
                 time.sleep(CHECK_SECONDS)
             began = time.monotonic()
-            self.saved = storage.save(self.folder, state, self._tokenizer_dir, self._keep)
+            self.saved = storage.save(self.folder, make(), self._tokenizer_dir, self._keep)
         except Exception as error:  # in a thread: all ranks must receive any error
             if is_full(error) and not patience:  # another program has filled it meanwhile
-                self._report_shortage(state)
+                self._report_shortage()
                 return
             reason = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
             self.problem = (
-                f"The checkpoint of step {state.step} cannot be written to {self.folder}: {reason}. "
+                f"The checkpoint of step {self._step} cannot be written to {self.folder}: {reason}. "
                 "Check that disk (df, dmesg) and train again."
             )
             return
@@ -157,25 +172,24 @@ class CheckpointWriter:
         beside = "" if pause is None else f" in the background, after a pause of {pause:.2f} s"
         self._log(f"Saved {self.folder.name}/{self.saved.name} in {time.monotonic() - began:.1f} s{beside}.")
 
-    def _fits(self, state: State) -> bool:
-        """Whether there is room for `state`; deletes older checkpoints if there is not."""
-        needed = _size(state)
+    def _fits(self) -> bool:
+        """Whether there is room for the checkpoint; deletes older ones if there is not."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(self.folder).free < needed:
+        if shutil.disk_usage(self.folder).free < self._needed:
             storage.prune(self.folder, keep=1)
-        if shutil.disk_usage(self.folder).free >= needed:
+        if shutil.disk_usage(self.folder).free >= self._needed:
             return True
-        self._report_shortage(state)
+        self._report_shortage()
         return False
 
-    def _report_shortage(self, state: State) -> None:
+    def _report_shortage(self) -> None:
         """Set `shortage`, and log it at first and then every REMIND_SECONDS."""
         now = self._short_at = time.monotonic()
         there = storage.checkpoints(self.folder)
         newest = f"the newest stays {there[0].name}" if there else "there is none before it"
         first = self.shortage is None
         self.shortage = (
-            f"No room for the checkpoint of step {state.step}: it takes {_size(state) / 1e9:.3f} GB, "
+            f"No room for the checkpoint of step {self._step}: it takes {self._needed / 1e9:.3f} GB, "
             f"{self.folder} has {shutil.disk_usage(self.folder).free / 1e9:.3f} GB free; {newest}. "
             "Make room there."
         )
@@ -203,7 +217,7 @@ class CheckpointWriter:
         return self._copies[path]
 
 
-def _size(state: State) -> int:
-    """The bytes that a checkpoint of `state` needs, at most."""
+def nbytes(state: State) -> int:
+    """The bytes of the tensors of `state`."""
     tensors = [*state.model.values(), *(t for kept in state.optim.values() for t in kept.values())]
-    return int(1.01 * sum(tensor.nbytes for tensor in tensors)) + SLACK_BYTES
+    return sum(tensor.nbytes for tensor in tensors)

@@ -75,6 +75,8 @@ class Collectives:
 
     rank: the number of this rank. world_size: the number of ranks. peers: all ranks, in rank order.
     owner_speeds: relative speed of each rank, by which matrices are assigned to owner ranks; empty: equal.
+    places, n_places: the place of each rank among the n_places ranks of the run. In an elastic run a rank
+        keeps it when others are lost.
     bytes_sent: the number of bytes that this rank has sent so far.
     is_waiting: whether the main thread waits in a collective.
     interruption: function that returns the reason to stop waiting for other ranks, or "" if there is none;
@@ -86,6 +88,8 @@ class Collectives:
         self.world_size = env.world_size
         self.peers = peers
         self.owner_speeds: list[float] = []  # relative, by rank; empty: all equal
+        self.places: Sequence[int] = range(env.world_size)
+        self.n_places = env.world_size
         self.bytes_sent = 0
         self.is_waiting = False  # whether the main thread waits in a collective
         # Why to give up waiting for the other ranks, or "". None: a wait ends only with its collective.

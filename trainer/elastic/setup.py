@@ -24,7 +24,7 @@ from trainer.elastic import prefetch, reshard
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.membership import Membership, lost_store
-from trainer.elastic.snapshot import Copy, held_of, state_of
+from trainer.elastic.snapshot import Copy, state_of
 from trainer.eval.core_bundle import Bundle
 from trainer.host.logger import fields
 from trainer.host.numerics import Numerics, Options
@@ -65,6 +65,11 @@ class Kept:
             return State(dict(self.meta), dict(self.model.state_dict()), optim)
 
     @property
+    def step(self) -> int:
+        """The number of completed steps."""
+        return int(self.meta["step"])
+
+    @property
     def term(self) -> int:
         """The number of the last term in which this rank was a member."""
         return int(self.meta["terms"][-1][0])
@@ -89,7 +94,8 @@ class ElasticSetup(RunSetup):
     Set before `run`, besides the attributes of RunSetup:
     end_process: function that ends this process from another thread than the training thread. It must be set.
     candidacy: the elections, with coordinator_failover; else None.
-    held: in a change of the members, what this rank has of the state from which they continue.
+    held: in a change of the members and after an election, what this rank has of the state from which they
+        continue.
     copy: after an election, the copy of the state in the memory of this rank; else None. `run` sets it to
         None if the run does not continue from it.
     kept: with sync=local, what this rank continues from after an election; else None. `run` sets it to None.
@@ -185,13 +191,13 @@ class ElasticSetup(RunSetup):
         kept, self.kept = self.kept, None
         if self.joined.is_first:
             del kept
-            self.copy = None
+            self.copy, self.held = None, reshard.Held()
             self.plan = dataclasses.replace(self.plan, shares=self._shares_of(self.joined.view))
             super()._begin(records, gpu)
             self._is_new = False
             return
         # This rank joins a run that trains, or continues one from its memory.
-        self.held, meta = held_of(self.copy), kept.meta if kept else {}
+        meta = kept.meta if kept else {}
         if kept:
             self.model, self.optimizer, self.sync = kept.model, kept.optimizer, kept.sync
             self._is_new, self._kept_term = False, kept.term
@@ -321,6 +327,8 @@ class ElasticSetup(RunSetup):
         name = f"group/{view.generation}"
         self.joined.meet()
         self.group = Collectives(env, peers)  # if it cannot be connected, this is the one to be abandoned
+        self.group.places = self._places_of(view)
+        self.group.n_places = max(self.env.world_size, *(place + 1 for place in self.group.places))
         self.group.connect(self.joined.store, CPU, name, CONNECT_TIMEOUT)
         self.group.interruption = self.joined.interruption
         self._watch_group()
@@ -331,8 +339,15 @@ class ElasticSetup(RunSetup):
         fixed, rows = self.run_file.fixed_shares, self.plan.rows_per_step
         if not fixed:
             return equal_split(rows, len(view.members))
-        ranks, first = self.env.world_size, self.env.first_host * self.env.local_world_size
-        launched = [(number + first) % ranks for number in view.numbers if number < ranks]
+        launched = [place for place in self._places_of(view) if place < self.env.world_size]
         weights = [fixed[rank] for rank in launched]
         added = len(view.members) - len(launched)
         return split_rows([1 / each for each in [*weights, *added * [statistics.median(fixed)]]], rows)
+
+    def _places_of(self, view: View) -> list[int]:
+        """The rank that each member had at launch, by rank: an election changes the numbers of the members.
+
+        A rank that was added while the run trains has its number instead, which is at least the world size.
+        """
+        ranks, first = self.env.world_size, self.env.first_host * self.env.local_world_size
+        return [(number + first) % ranks if number < ranks else number for number in view.numbers]

@@ -22,6 +22,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,6 +82,7 @@ class Copy:
     parts: list[Tensor]
     is_whole: bool = True
     view: Sequence[int] = ()
+    _assembly: Future[State] | None = field(default=None, repr=False)
 
     @property
     def step(self) -> int:
@@ -88,9 +90,50 @@ class Copy:
         return int(self.meta["step"])
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(map(len, self.parts))
+
+    @property
     def term(self) -> int:
         """The term in which the copy was made, in a run with coordinator_failover."""
         return int(self.meta["terms"][-1][0])
+
+    def begin_assembly(self) -> Future[State]:
+        """Start `assemble` in a thread, unless it was started. `take_state` waits for it."""
+        if self._assembly is None:
+            pool = ThreadPoolExecutor(1, "assemble")
+            self._assembly = pool.submit(self.assemble)
+            pool.shutdown(wait=False)
+        return self._assembly
+
+    def take_state(self) -> State:
+        """The result of `assemble`, from the thread if `begin_assembly` was called."""
+        assembly, self._assembly = self._assembly, None
+        return assembly.result() if assembly else self.assemble()
+
+    def assemble(self) -> State:
+        """The state of the run, as of a checkpoint. Only for a whole copy.
+
+        Tensors of which each rank owns some rows are new; the others are those of the copy.
+        """
+        model: dict[str, Tensor] = {}
+        optim: dict[str, ParameterState] = {}
+        for rank in sorted(
+            range(len(self.parts)), key=lambda rank: rank != self.rank
+        ):  # in the model's order
+            for path, tensor in tensors_of(self.layout.formats[rank], self.parts[rank]).items():
+                key = key_of(path)
+                name = path.rpartition("/")[2]
+                into = model if path == key else optim.setdefault(key, {})
+                rows = self.layout.rows.get(key)
+                if rows is None or tensor.dim() == 0:
+                    into[name] = tensor
+                    continue
+                if name not in into:
+                    into[name] = tensor.new_empty(sum(map(len, rows)), *tensor.shape[1:])
+                into[name][rows[rank]] = tensor
+        return State(dict(self.meta), model, optim)
 
 
 class Snapshots:
@@ -119,7 +162,8 @@ class Snapshots:
         """
         self._group, self._holders, self._view = group, holders, view
         self._keepers = range(group.world_size) if on_all else holders
-        self.newest = newest if group.rank in self._keepers else None
+        self.newest = self._lent = newest if group.rank in self._keepers else None
+        self._lock = threading.Lock()  # of `newest` and `_lent`
         self._channel = group.open_channel("copies")
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
@@ -158,6 +202,13 @@ class Snapshots:
     def is_busy(self) -> bool:
         """Whether a copy is being sent."""
         return self._thread is not None and self._thread.is_alive()
+
+    def lend(self) -> Copy:
+        """The newest copy; the caller may read its tensors for as long as it needs. There must be one."""
+        with self._lock:
+            assert self.newest is not None
+            self._lent = self.newest
+            return self.newest
 
     def start(
         self, step: int, model: nn.Module, sync: SyncMode, optimizer: MuonAdamW, meta: dict[str, Any]
@@ -272,12 +323,14 @@ class Snapshots:
         if copy:
             received[rank] = copy.parts[0]
             copy.parts = received
-            before = self.newest.parts[: len(copy.parts)] if self.newest else []
-            self.newest = copy
+            with self._lock:
+                is_unused = self.newest is not None and self.newest is not self._lent
+                before = self.newest.parts[: len(copy.parts)] if self.newest and is_unused else []
+                self.newest, self._lent = copy, None
             for other, each in enumerate(copy.parts):
                 spare = before.pop(0) if before else each[:0]
                 if len(spare) != len(each):
-                    del spare  # first: there is memory for two copies only
+                    del spare  # first: there is memory for two copies only, beside one that is lent
                     spare = torch.ones_like(each)  # written here, where training does not pause for it
                 self._spare[f"part {other}"] = spare
         self.seconds = time.monotonic() - began - waited
@@ -320,27 +373,11 @@ def held_of(copy: Copy | None) -> Held:
     if copy is None:
         return Held()
     if copy.is_whole:
-        return replace(hold_copy(state_of(copy)), view=copy.view)
+        return replace(hold_copy(copy.take_state()), view=copy.view)
     tensors = tensors_of(copy.layout.formats[copy.rank], copy.parts[copy.rank])
     return Held(copy.step, copy.meta, copy.layout.own, tensors, is_copy=True, view=copy.view)
 
 
 def state_of(copy: Copy | None) -> State | None:
     """The state of the run that `copy` contains, as of a checkpoint; None if `copy` is None or not whole."""
-    if copy is None or not copy.is_whole:
-        return None
-    model: dict[str, Tensor] = {}
-    optim: dict[str, ParameterState] = {}
-    for rank in sorted(range(len(copy.parts)), key=lambda rank: rank != copy.rank):  # in the model's order
-        for path, tensor in tensors_of(copy.layout.formats[rank], copy.parts[rank]).items():
-            key = key_of(path)
-            name = path.rpartition("/")[2]
-            into = model if path == key else optim.setdefault(key, {})
-            rows = copy.layout.rows.get(key)
-            if rows is None or tensor.dim() == 0:
-                into[name] = tensor
-                continue
-            if name not in into:
-                into[name] = tensor.new_empty(sum(map(len, rows)), *tensor.shape[1:])
-            into[name][rows[rank]] = tensor
-    return State(dict(copy.meta), model, optim)
+    return copy.take_state() if copy and copy.is_whole else None

@@ -154,8 +154,8 @@ class ElasticTrainer(Trainer):
         self.checkpoint_writer = last.writer
         self.setup.wait_for_checkpoint = last.writer.wait
         # Another rank compares the term of what it has kept, or the view of its copy, with the coordinator's.
-        self.setup.copy = last.copy if is_newest or not coordinates else None
-        self.setup.kept = last.kept if is_newest or not coordinates else None
+        if is_newest or not coordinates:
+            self.setup.copy, self.setup.kept, self.setup.held = last.copy, last.kept, held_of(last.copy)
         last.copy = last.kept = None
 
     def end_term(self) -> LastTerm:
@@ -174,9 +174,10 @@ class ElasticTrainer(Trainer):
         saved = max((int(path.name[5:]) for path in storage.checkpoints(self.setup.checkpoints)), default=0)
         if copy and copy.step < saved:
             copy = None
-        state = kept.state() if kept else state_of(copy)
-        if state and state.step > saved and self.env.is_host_leader:
-            writer.save(state)
+        if self.env.is_host_leader and kept and kept.step > saved:
+            writer.save(kept.state())
+        elif self.env.is_host_leader and copy and copy.is_whole and copy.step > saved:
+            writer.save_later(copy.step, copy.nbytes, copy.begin_assembly().result)
 
         def complete(end: RunEnd, seconds: float) -> RunEnd:
             writer.wait(seconds)
@@ -308,14 +309,14 @@ class ElasticTrainer(Trainer):
 
     def _save_copy(self) -> None:
         """On the coordinator, write the newest complete copy of the state as a checkpoint, if one is due."""
-        minutes, copy = min(self.config.save_minutes, COPY_MINUTES), self.copies.newest
+        minutes, newest = min(self.config.save_minutes, COPY_MINUTES), self.copies.newest
         is_due = 0 < minutes <= (time.monotonic() - self._saved_at) / 60
-        if not (is_due and copy and self._saves_copies and self.env.is_coordinator):
+        if not (is_due and newest and self._saves_copies and self.env.is_coordinator):
             return
-        newest = self.reporter.train_state.checkpoint or "step_0"
-        state = None if self.checkpoint_writer.busy else state_of(copy)
-        if state and state.step > int(newest.rpartition("_")[2]):
-            self.checkpoint_writer.save(state)
+        saved = self.reporter.train_state.checkpoint or "step_0"
+        if newest.step > int(saved.rpartition("_")[2]) and not self.checkpoint_writer.busy:
+            copy = self.copies.lend()
+            self.checkpoint_writer.save_later(copy.step, copy.nbytes, copy.assemble)
             self._saved_at = time.monotonic()
 
     # -- changes of the members ------------------------------------------------------------------------
@@ -366,12 +367,18 @@ class ElasticTrainer(Trainer):
             self.checkpoint_copies.stop()
             if self.membership.is_leaving and (leaving is None or self.group.rank in leaving):
                 self._leave()
+            copy, held = self.copies.newest, self.setup.held
+            needs_copy = not self._is_local and (held.step < 0 or held.is_copy)
+            if not self._is_local:
+                self._release()
+            if needs_copy:
+                self.setup.held = held = reshard.Held()
+                if copy and copy.is_whole:
+                    copy.begin_assembly()  # while the members agree
             try:
                 view = self._next_view(leaving)
-                if not self._is_local:
-                    self._release()
-                    if self.setup.held.step < 0 or self.setup.held.is_copy:
-                        self.setup.held = held_of(self.copies.newest)
+                if needs_copy:
+                    self.setup.held = held_of(copy)
                 self.setup.connect_members(view, self._saved_state)
                 self._begin()
                 self.reporter.train_state.checkpoint = before.checkpoint

@@ -7,11 +7,13 @@ A row that a rank neither owns nor has fetched for the step is stale on this ran
 `refresh` updates all rows on all ranks.
 
 Rows are owned in blocks of BLOCK_ROWS, the first block by rank 0, the next by rank 1 and so on: the token ids
-of a tokenizer are sorted by frequency, so that ranks have about as many active rows each.
+of a tokenizer are sorted by frequency, so that ranks have about as many active rows each. When an elastic run
+loses ranks, the others keep their blocks, and own those of the lost ranks in turn (`owners_of_blocks`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -42,12 +44,20 @@ class RowShards:
     ) -> None:
         self._group, self._tables, self._optimizer = group, list(tables), optimizer
         self._transfer_dtype = transfer_dtype or tables[0].dtype
+        owners = owners_of_blocks(group.places, group.n_places, len(tables[0]) // BLOCK_ROWS)
+        self._blocks_of: list[list[int]] = [[] for _ in range(group.world_size)]  # by rank
+        places = []  # of each block, among those of its owner
+        for block, owner in enumerate(owners):
+            places.append(len(self._blocks_of[owner]))
+            self._blocks_of[owner].append(block)
+        # On the CPU, also where the tables are on the device meta, to count bytes.
+        self._owner, self._place = torch.tensor(owners, device="cpu"), torch.tensor(places, device="cpu")
         self._columns: list[slice] = []  # of each table, in rows that hold the values of all tables
         self._width = 0
         for number, table in enumerate(self._tables):
             self._columns.append(slice(self._width, self._width + table.size(1)))
             self._width += table.size(1)
-            optimizer.shard_rows(table, list(self._blocks(group.rank)))
+            optimizer.shard_rows(table, self._blocks(group.rank))
             table.register_hook(partial(self._add, number))
         self._position = torch.empty(len(tables[0]), dtype=torch.int64, device=tables[0].device)
 
@@ -56,13 +66,12 @@ class RowShards:
         rows = [torch.arange(block.start, block.stop) for block in self._blocks(rank)]
         return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
 
-    def _blocks(self, rank: int) -> Sequence[slice]:
+    def _blocks(self, rank: int) -> list[slice]:
         """The rows of each block of `rank`."""
-        first, step = rank * BLOCK_ROWS, self._group.world_size * BLOCK_ROWS
-        return [slice(start, start + BLOCK_ROWS) for start in range(first, len(self._tables[0]), step)]
+        return [slice(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS) for block in self._blocks_of[rank]]
 
     def _owners(self, rows: Tensor) -> Tensor:
-        return rows // BLOCK_ROWS % self._group.world_size
+        return self._owner.to(rows.device)[rows // BLOCK_ROWS]
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -134,7 +143,7 @@ class RowShards:
         del parts, self._received, self._gradients
         total.div_(tokens)
         block, row = active // BLOCK_ROWS, active % BLOCK_ROWS
-        numbers = block // self._group.world_size * BLOCK_ROWS + row  # among the own rows
+        numbers = self._place.to(block.device)[block] * BLOCK_ROWS + row  # among the own rows
         for table, columns in zip(self._tables, self._columns, strict=True):
             self._optimizer.step_rows(table, total[:, columns], numbers)
 
@@ -167,3 +176,16 @@ class RowShards:
         ]
         received, pending = self._group.start_exchange(rows.flatten(), *numbers)
         return received.view(-1, self._width), pending
+
+
+def owners_of_blocks(places: Sequence[int], n_places: int, n_blocks: int) -> list[int]:
+    """The owner rank of each of `n_blocks` blocks of rows.
+
+    places: the place of each rank among `n_places`, which it keeps when other ranks are lost or join. The
+    places own the blocks in turn. The ranks own the blocks of places without a rank in turn, so that a lost
+    rank costs the others little: each keeps its blocks.
+    """
+    rank_of = {place: rank for rank, place in enumerate(places)}
+    in_turn = itertools.cycle(range(len(places)))
+    found = (rank_of.get(block % n_places) for block in range(n_blocks))
+    return [next(in_turn) if rank is None else rank for rank in found]
