@@ -317,6 +317,8 @@ def block(content: Mapping[str, Any]) -> str:
     )
     if "restart_step_seconds" in content:
         text += f", and {content['restart_step_seconds']:.2f} s with `elastic=false`"
+        if content.get("restart_commit", content["commit"]) != content["commit"]:
+            text += " at that other time; see [the cost](#what-it-costs) for a comparison in one measurement"
     if copy:
         text += (
             f". Training paused {copy['pause_seconds']:.2f} s for a copy (median of {copy['copies']}); the "
