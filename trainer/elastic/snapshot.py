@@ -119,9 +119,8 @@ class Copy:
         """
         model: dict[str, Tensor] = {}
         optim: dict[str, ParameterState] = {}
-        for rank in sorted(
-            range(len(self.parts)), key=lambda rank: rank != self.rank
-        ):  # in the model's order
+        own_first = sorted(range(len(self.parts)), key=lambda rank: rank != self.rank)  # in the model's order
+        for rank in own_first:
             for path, tensor in tensors_of(self.layout.formats[rank], self.parts[rank]).items():
                 key = key_of(path)
                 name = path.rpartition("/")[2]

@@ -367,12 +367,12 @@ class ElasticTrainer(Trainer):
             self.checkpoint_copies.stop()
             if self.membership.is_leaving and (leaving is None or self.group.rank in leaving):
                 self._leave()
-            copy, held = self.copies.newest, self.setup.held
-            needs_copy = not self._is_local and (held.step < 0 or held.is_copy)
+            copy = self.copies.newest
+            needs_copy = not self._is_local and (self.setup.held.step < 0 or self.setup.held.is_copy)
             if not self._is_local:
                 self._release()
             if needs_copy:
-                self.setup.held = held = reshard.Held()
+                self.setup.held = reshard.Held()
                 if copy and copy.is_whole:
                     copy.begin_assembly()  # while the members agree
             try:
