@@ -188,12 +188,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def recorded(origin: Mapping[str, Any], repeats: int, restarts: int) -> dict[str, Any]:
-    """What the record will have besides the parts that are measured now: those of the present record.
+    """The content of the record before the measurement: its origin, and the part that is not measured now.
 
-    origin: of the measurement. The part with elastic=false has its own commit and date, restart_commit and
-    restart_date.
+    origin: commit, hardware and settings of the measurement. repeats, restarts: of the two parts; a part with
+    0 is not measured. The part with elastic=false has its own commit and date, restart_commit and
+    restart_date. Raises SystemExit if a part would be recorded beside one of other hosts or settings.
     """
     before = json.loads(RECORD.read_text(encoding="utf-8"))
+    differs = [name for name in ("hosts", "settings", "machine") if before[name] != origin[name]]
+    if differs and not (repeats and restarts):
+        raise SystemExit(
+            f"{RECORD.relative_to(ROOT)} was measured with other {' and '.join(differs)}: leave out "
+            "--record, or measure both parts, without --repeats 0 and --restarts 0."
+        )
     if not repeats:
         return {**before, "restart_commit": origin["commit"], "restart_date": origin["date"]}
     content = {**origin, "restart_commit": origin["commit"], "restart_date": origin["date"]}
@@ -318,7 +325,7 @@ def block(content: Mapping[str, Any]) -> str:
     if "restart_step_seconds" in content:
         text += f", and {content['restart_step_seconds']:.2f} s with `elastic=false`"
         if content.get("restart_commit", content["commit"]) != content["commit"]:
-            text += " at that other time; see [the cost](#what-it-costs) for a comparison in one measurement"
+            text += " in its own measurement; see [the cost](#what-it-costs) for both in one"
     if copy:
         text += (
             f". Training paused {copy['pause_seconds']:.2f} s for a copy (median of {copy['copies']}); the "

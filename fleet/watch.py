@@ -189,9 +189,9 @@ def close(
 ) -> None:
     """Print the report of a run that has ended; nothing if no host has the run.
 
-    screen: shows the report. follower: of this run. last: more (name, text) lines for the end of
-    the report. title: title of the picture. picture: path to which the whole screen is written as an SVG
-    picture; None for no picture.
+    screen: shows the report. follower: that of this run. last: more (name, text) lines for the end of the
+    report. title: title of the picture. picture: path to which the whole screen is written as an SVG picture;
+    None for no picture.
     """
     if not follower.view.found:
         return

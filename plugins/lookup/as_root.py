@@ -16,6 +16,6 @@ class LookupModule(LookupBase):
     def run(
         self, terms: Sequence[str], variables: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> list[bool]:
-        names = [name for name in ("ansible_become", "ansible_user") if name in (variables or {})]
-        host = {name: self._templar.template((variables or {})[name]) for name in names}
+        given, names = variables or {}, ("ansible_become", "ansible_user")
+        host = {name: self._templar.template(given[name]) for name in names if name in given}
         return [may_become_root(host) or host.get("ansible_user") == "root"]

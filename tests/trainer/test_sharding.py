@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from counted_bytes import CountingGroup
 from torch import nn
 
 from trainer.checkpoint.storage import State, checkpoints, load
+from trainer.distributed.process_group import Collectives
+from trainer.elastic.keys import Member, View
+from trainer.elastic.setup import ElasticSetup
+from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
 from trainer.optim.row_adamw import RowAdamW
@@ -127,6 +132,18 @@ def test_an_election_changes_the_numbers_of_the_ranks_but_not_what_their_places_
     places = [2, 3, 1]  # the coordinator has place 2 now, place 0 is lost
     owners = [places[rank] for rank in owners_of_blocks(places, 4, 16)]
     assert owners == [2, 1, 2, 3, 3, 1, 2, 3, 1, 1, 2, 3, 2, 1, 2, 3]
+
+
+def test_an_elastic_run_gives_its_ranks_the_places_of_their_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three hosts coordinates, the first one is lost, and a host was added."""
+    setup = ElasticSetup.__new__(ElasticSetup)
+    setup.env = RankEnv(world_size=3, first_host=1)
+    setup.membership, setup.watchdog, setup.run_status = Mock(), Mock(), Mock()
+    monkeypatch.setattr(Collectives, "connect", lambda *arguments: None)
+    members = tuple(Member(number, 1, Mock(endpoint="")) for number in (0, 1, 4))
+    setup._connect_view(View(2, members))
+    assert setup.group.places == [1, 2, 4]
+    assert setup.group.n_places == 5
 
 
 @pytest.mark.parametrize("sync", ["dense", "exact", "fast"])

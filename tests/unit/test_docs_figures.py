@@ -128,6 +128,9 @@ def test_a_part_that_is_not_measured_again_keeps_its_figures_and_commit() -> Non
     assert runs["restart"] == before["restart"]
     assert runs["restart_commit"] == before.get("restart_commit", before["commit"])
     assert runs["commit"] == "abc"
+    with pytest.raises(SystemExit, match=r"elastic.json was measured with other hosts: leave out"):
+        elastic.recorded({**new, "hosts": 3}, 0, 5)
+    assert elastic.recorded({**new, "hosts": 3}, 5, 5)["hosts"] == 3
     both = elastic.recorded(new, 5, 5)
     assert both["commit"] == both["restart_commit"] == "abc"
     assert "restart" not in both

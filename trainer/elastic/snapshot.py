@@ -162,7 +162,7 @@ class Snapshots:
         self._group, self._holders, self._view = group, holders, view
         self._keepers = range(group.world_size) if on_all else holders
         self.newest = self._lent = newest if group.rank in self._keepers else None
-        self._lock = threading.Lock()  # of `newest` and `_lent`
+        self._lock = threading.Lock()  # of `newest` and `_lent`, a copy whose memory is not used again
         self._channel = group.open_channel("copies")
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
