@@ -13,6 +13,7 @@ from trainer.bench import WARM_STEPS
 
 DEPTH, LENGTH, VOCAB_SIZE = 8, 1024, 32_768
 A_THIRD = 0.33  # of a core, for the slow host of the uneven pair
+LINK_MBIT = {"1gbit": 1000, "100mbit": 100}
 CASE_SECONDS = 45.0  # to start a case, measure its limits and remove it
 
 
@@ -115,7 +116,9 @@ def core_rate() -> float:
     import torch
 
     from trainer.host.gemm import gemm_rates
+    from trainer.host.gemm_library import choose_library
 
+    choose_library()
     return gemm_rates([torch.float32])[torch.float32]
 
 

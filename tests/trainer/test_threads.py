@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.__main__ import main
 from trainer.config import RunConfig
-from trainer.host import pinning, topology
+from trainer.host import gemm_library, pinning, topology
 from trainer.host.pinning import core_rates, pinned
 from trainer.host.topology import Cpu, Topology, read_topology
 from trainer.model.gpt import GPT, GPTConfig
@@ -187,6 +187,7 @@ def test_the_command_prints_the_table_and_the_settings(
     clock.seconds = {frozenset({0}): 0.2, frozenset({0, 1}): 0.11}
     monkeypatch.setattr(rank_threads, "work_maker", lambda *_: lambda: clock.work)
     monkeypatch.setattr(topology, "read_topology", lambda: TWO)
+    monkeypatch.setattr(gemm_library, "choose_library", lambda: None)  # it would wait for the clock
     assert main(["threads", "--depth", "2", "--rows", "1"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("This host has 2 cores, 2 logical CPUs.\n")

@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 -m trainer bench --ddp
 
 The model, batches, number formats and optimizer are those of the other cases, and so is the process group:
-Gloo on the interface of the fleet, NCCL on GPUs. torch.nn.parallel.DistributedDataParallel reduces whole
-gradients while backward runs, and every rank takes the whole optimizer step: there are no owner ranks, and
-nothing is sent after the step. The ranks hold equal parameters only as far as their processors round alike.
+Gloo on the interface of the fleet, NCCL on GPUs. GEMMs are computed by torch's default library.
+torch.nn.parallel.DistributedDataParallel reduces whole gradients while backward runs, and every rank takes
+the whole optimizer step: there are no owner ranks, and nothing is sent after the step. The ranks hold equal
+parameters only as far as their processors round alike.
 
 Plain DDP is no sync mode: `RunConfig.sync` refuses it, and a run cannot be trained with it.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from trainer.bench.steps import BenchTrainer
 from trainer.config import ConfigError
 from trainer.distributed.process_group import Collectives, broadcast_sends
 from trainer.health.run_status import RunStatus
+from trainer.host.gemm_library import DEFAULT, use_library
+from trainer.host.numerics import Options
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
@@ -78,7 +82,7 @@ class PlainDDP(SyncMode):
         self._group.bytes_sent += self._bytes_a_step
 
     def _count_bytes(self) -> int:
-        """Bytes that this rank sends in a step: the gradients in a ring, the buffers as rank 0 broadcasts."""
+        """Bytes that this rank sends in a step: gradients in a ring all-reduce, buffers in a broadcast."""
         group = self._group
         gradients, buffers = (
             sum(each.numel() * each.element_size() for each in tensors)
@@ -88,7 +92,7 @@ class PlainDDP(SyncMode):
         return round(copies * gradients) + broadcast_sends(group.rank, group.world_size) * buffers
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Hook on each gradient: once all are computed, the rest of backward waits for the sums."""
+        """Hook that runs after each gradient. After the last one, the phase is sync: backward only waits."""
         self._unfinished -= 1
         if self._unfinished == 0:
             self._run_status.enter("sync")
@@ -121,7 +125,14 @@ class DDPTrainer(BenchTrainer):
                 "Fix: --shares equal, or rows per rank such as --shares 3,1"
             )
         self.setup.predicts = False  # the cost model knows sync modes
+        self._explore, self.setup._explore = self.setup._explore, self._explore_plain  # type: ignore[method-assign]
         self.setup.make_sync = self._wrap  # type: ignore[method-assign]
+
+    def _explore_plain(self) -> Options:
+        """The devices of this rank, with torch's default library for GEMMs, as without this package."""
+        options = self._explore()
+        use_library(DEFAULT)
+        return replace(options, cpu=replace(options.cpu, library=DEFAULT))
 
     def _wrap(self) -> PlainDDP:
         setup = self.setup

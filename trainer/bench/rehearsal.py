@@ -26,6 +26,7 @@ from trainer.config import RunConfig
 from trainer.data import VOCAB_SIZE
 from trainer.distributed.process_group import CPU, Collectives
 from trainer.host.gemm import gemm_rate, gemm_rates
+from trainer.host.gemm_library import choose_library
 from trainer.host.numerics import cpu_format, name_of
 from trainer.placement.microbenchmark import Link, Speed, measure_link
 from trainer.run_plan import make_plan
@@ -154,8 +155,8 @@ def predicted_step(
 def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None]) -> None:
     """Measure this host together with the other hosts, and call `report` with the results.
 
-    `report` is called before a step is predicted, and again afterwards. With one host, or after an error, it
-    is called once. The dict `part` has the keys
+    `report` is called before a step is predicted, and again afterwards. With one host, or if the measurement
+    fails, it is called once. The dict `part` has the keys
     hosts: names of the hosts, in rank order. rank: rank of this host.
     master, port: address and port of the rendezvous store, on the first host.
     rounds: lists of pairs of ranks; the pairs of a list all-reduce at the same time.
@@ -174,6 +175,7 @@ def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None
     }  # fmt: skip
     try:
         torch.set_flush_denormal(True)
+        choose_library()
         rates = gemm_rates([torch.float32, torch.bfloat16])
         found["gemm_gflops"] = gemm_gflops(rates)
         if len(part["hosts"]) == 1:
@@ -193,7 +195,7 @@ def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None
 
 
 def first_line(error: Exception) -> str:
-    """The first line of the message of `error`, or the name of its class if the message is empty."""
+    """The first line (300 characters at most) of the message of `error`; its class name if that is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 

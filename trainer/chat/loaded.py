@@ -1,6 +1,6 @@
 """Loads a checkpoint for generation: an engine, the tokenizer, and the run and step of the checkpoint.
 
-loaded = load(find_checkpoint(None, run_dir), "auto"); loaded.engine; loaded.name == "d8-1a2b3c4d, step 500"
+loaded = load(newest_in(run_dir), "auto"); loaded.engine; loaded.name == "d8-1a2b3c4d, step 500"
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from trainer.checkpoint.storage import checkpoints, load_model, read_meta
 from trainer.config import ConfigError
 from trainer.data.conversations import special
 from trainer.data.tokenizer import Tokenizer
+from trainer.host.gemm_library import choose_library
 from trainer.stages import BASE, SFT
 
 NOTICE = "This model is not fine-tuned on conversations, so it continues text rather than answers."
@@ -55,6 +56,7 @@ def load_from(args: argparse.Namespace) -> Loaded:
         raise ConfigError(f"--threads is {args.threads}: it must be 0 or more.")
     if args.threads:
         torch.set_num_threads(args.threads)
+    choose_library()
     return load(args.checkpoint or newest_in(args.run_dir), args.dtype)
 
 

@@ -37,6 +37,7 @@ from trainer.eval.parts import Parts
 from trainer.eval.results import Results
 from trainer.eval.shared_model import ARRIVAL_SECONDS, SharedModel
 from trainer.formatting import counted, duration
+from trainer.host.gemm_library import choose_library
 from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT
@@ -49,8 +50,9 @@ NAME = "eval"  # in the place of a run_id
 class Evaluation:
     """Evaluates a checkpoint on one rank or several: bits per byte, CORE, a sample of text, chat tasks.
 
-    args: options of `python -m trainer eval`. parts: which of these four parts to evaluate. env, log: of this
-    rank. `run` is a collective call; on rank 0 the results are then in the attribute `results`.
+    args: options of `python -m trainer eval`. parts: which of these four parts to evaluate. env, log:
+    environment and logger of this rank. `run` is a collective call; on rank 0 the results are then in the
+    attribute `results`.
     """
 
     shared: SharedModel
@@ -101,6 +103,7 @@ class Evaluation:
         if self.args.device == "cuda" and not has_gpu:
             raise ConfigError("--device is cuda, and torch finds no GPU here. Give --device cpu.")
         if self.args.device == "cpu" or not has_gpu:
+            choose_library()
             return torch.device("cpu")
         device = torch.device("cuda", self.env.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -127,7 +130,10 @@ class Evaluation:
         self.group = Collectives.open(self.env, [each.peer for each in records], store, self.device)
 
     def _load(self) -> dict[str, str]:
-        """Load data and bundle, on rank 0 the checkpoint. Returns what must be equal on all ranks."""
+        """Load data and CORE bundle, and on rank 0 the checkpoint.
+
+        Returns {name: text} of the values that must be equal on all ranks.
+        """
         args, meta = self.args, self.meta
         compared = {"trainer code": code_digest()[:16], "device": self.device.type}
         compared |= {"parts": f"{self.parts.bpb} {self.parts.core is not None} {self.parts.sample}"}
@@ -247,7 +253,7 @@ class Evaluation:
             self.log.info(f"ChatCORE {metric:.4f}: {text}", extra=fields("chat", **found))
 
     def _track(self) -> None:
-        """Send the results to the tracker, on rank 0, if its address is known."""
+        """Send the results to the tracker at MLFLOW_TRACKING_URI, if that is set. Only rank 0 calls it."""
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         if uri:
             text = evaluations.send(self.args.checkpoint, self.args.out, self.results.parts, uri)

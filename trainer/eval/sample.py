@@ -17,6 +17,7 @@ from trainer.config import ConfigError
 from trainer.data.conversations import render_for_completion
 from trainer.data.files import write_whole
 from trainer.data.tokenizer import Tokenizer
+from trainer.host.gemm_library import choose_library
 from trainer.model.gpt import GPT
 from trainer.stages import BASE, SFT
 
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--max-tokens is {args.max_tokens}: it must be at least 1.")
     if not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed is {args.seed}: it takes a whole number from 0, below 2^63.")
+    choose_library()
     model, tokenizer = load_model(args.checkpoint)
     print(args.prompt, end="", flush=True)
     sampling = Sampling(args.temperature, 0, args.max_tokens, args.seed)

@@ -1,6 +1,6 @@
 """The arithmetic of this rank: device, number formats, threads and denormals, with the reasons for them.
 
-    options = explore("auto", "auto", threads=0, local_rank=0, local_world_size=1)    # before any other torch
+    options = explore("auto", "auto", threads=0, local_rank=0, local_world_size=1)    # before torch is used
     options.shown()                                        # strings for the other ranks
     kind, reason = decide_device("auto", {rank: its shown(), ...})                # the same on every rank
     numerics = options.on(kind)
@@ -24,6 +24,7 @@ from trainer.config import ConfigError
 from trainer.formatting import counted
 from trainer.host.cores import at_most_quota, usable_cores
 from trainer.host.gemm import gemm_rates
+from trainer.host.gemm_library import DEFAULT, ONEDNN, choose_library
 from trainer.host.memory import keep_freed_memory
 from trainer.host.pinning import pin
 from trainer.host.topology import parse_cpu_list
@@ -109,6 +110,7 @@ class Numerics:
     processor: name of the CPU or GPU.
     rates: {number format: measured GEMM rate of one core in FLOP/s}; {} if it was not measured.
     binding: the processors to which the threads are bound.
+    library: the library that computes float32 GEMMs on the CPU, see gemm_library.py.
     """
 
     device: torch.device
@@ -120,13 +122,15 @@ class Numerics:
     processor: str
     rates: Mapping[torch.dtype, float] = field(default_factory=dict)
     binding: Binding = field(default_factory=Binding)
+    library: str = DEFAULT
 
     def describe(self) -> str:
         """One line for the log: compute format and its reason, processor, threads, denormals."""
         on = f" on CPUs {self.binding.cpus}" if self.binding.is_partial else ""
+        by = f", float32 GEMMs by {ONEDNN}" if self.library == ONEDNN else ""
         kept = "kept (this CPU cannot flush them: steps may slow down)"
         return (
-            f"{name_of(self.compute_dtype)} ({self.reason}) on {self.processor}, "
+            f"{name_of(self.compute_dtype)} ({self.reason}) on {self.processor}{by}, "
             f"{counted(self.threads, 'thread')}{on}, "
             f"denormals {'flushed' if self.denormals_flushed else kept}"
         )
@@ -141,7 +145,8 @@ class Numerics:
         """Facts for the tracker as texts.
 
         Keys: device, processor, dtype, "compute dtype", "compute dtype reason", "FORMAT GFLOP/s" for each
-        measured format, threads, denormals (flushed or kept), and the keys of `Binding.facts`.
+        measured format, "GEMM library" (default or oneDNN), threads, denormals (flushed or kept), and the
+        keys of `Binding.facts`.
         """
         return {
             "device": self.device.type,
@@ -150,20 +155,22 @@ class Numerics:
             "compute dtype": name_of(self.compute_dtype),
             "compute dtype reason": self.reason,
             **{f"{name_of(dtype)} GFLOP/s": f"{rate / 1e9:.1f}" for dtype, rate in self.rates.items()},
+            "GEMM library": self.library,
             "threads": str(self.threads),
             **self.binding.facts(),
             "denormals": "flushed" if self.denormals_flushed else "kept",
         }
 
     def saved(self) -> dict[str, Any]:
-        """Values for a checkpoint, from which `restore_numerics` restores the compute format and threads.
+        """Values for a checkpoint, from which `restore_numerics` restores the arithmetic.
 
-        Keys: device (cpu or cuda), compute_dtype (such as "float32"), threads, and the keys of
-        `Binding.saved`.
+        Keys: device (cpu or cuda), compute_dtype (such as "float32"), gemm_library (default or oneDNN),
+        threads, and the keys of `Binding.saved`.
         """
         return {
             "device": self.device.type,
             "compute_dtype": name_of(self.compute_dtype),
+            "gemm_library": self.library,
             "threads": self.threads,
             **self.binding.saved(),
         }
@@ -173,10 +180,10 @@ class Numerics:
 class Options:
     """What this rank can compute on, before the device of the run is chosen.
 
-    cpu: device, number formats and threads on the CPU; also there if `refusals` has "cpu".
+    cpu: device, number formats and threads on the CPU; set even if `refusals` has the key "cpu".
     cuda: the same on the GPU of this local rank; None if the host has no GPU for this rank.
     gpus: number of GPUs of the host that torch can use; 0 if the setting device is cpu.
-    refusals: {"cpu" or "cuda": a sentence, why that device cannot be used}.
+    refusals: {"cpu" or "cuda": the reason why that device cannot be used with the setting dtype}.
     """
 
     cpu: Numerics
@@ -188,7 +195,7 @@ class Options:
         """Texts that describe these options to the other ranks. The keys may differ between ranks.
 
         Keys: cpu and cuda (one line about the arithmetic on that device; cuda only with a GPU), gpus (as
-        the field `gpus`), and "cpu refused" or "cuda refused" (a sentence, why that device cannot be used).
+        the field `gpus`), and "cpu refused" or "cuda refused" (the reason why that device cannot be used).
         """
         shown = {"cpu": self.cpu.describe(), "gpus": str(self.gpus)}
         if self.cuda:
@@ -211,10 +218,11 @@ class Options:
 def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_size: int) -> Options:
     """Set threads, denormals and memory of this process; returns the devices and formats that it can use.
 
-    device, dtype, threads: the settings of these names. local_rank: of this process. local_world_size: the
-    number of ranks on this host. Call this before any other use of torch. Denormals become 0: AdamW's moments
-    of embedding rows that no token activates decay into denormals, and a step over such state takes 50 times
-    as long. The flag for this belongs to a thread; threads that torch starts later inherit it.
+    device, dtype, threads: the settings of these names. local_rank: the rank of this process among the ranks
+    of this host. local_world_size: the number of ranks on this host. Call this before any other use of torch.
+    Denormals become 0: AdamW's moments of embedding rows that no token activates decay into denormals, and a
+    step over such state takes 50 times as long. Each thread has its own flag for this; threads that torch
+    starts later inherit the flag.
     """
     keep_freed_memory()
     flushed = torch.set_flush_denormal(True)
@@ -229,11 +237,20 @@ def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_
             refusals[kind] = str(error)
             return wide, "refused"
 
+    library = choose_library() if device != "cuda" and dtype != "float64" else DEFAULT
     measures = device != "cuda" and dtype in ("auto", NARROW)
     rates = gemm_rates([torch.float32, torch.bfloat16]) if measures else {}
     compute, reason = choose("cpu", lambda: cpu_format(dtype, rates))
     cpu = Numerics(
-        torch.device("cpu"), wide, compute, reason, torch.get_num_threads(), flushed, _cpu_name(), rates
+        torch.device("cpu"),
+        wide,
+        compute,
+        reason,
+        torch.get_num_threads(),
+        flushed,
+        _cpu_name(),
+        rates,
+        library=library,
     )
     # No GPU without a driver or with a build of torch for CPUs.
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
@@ -280,8 +297,9 @@ def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dt
     """Choose the number format of GEMMs on the CPU. Returns (number format, reason).
 
     asked: the setting dtype; auto is bfloat16 if its rate is at least WORTHWHILE times that of float32, else
-    float32. rates: {number format: GEMM rate of one core in FLOP/s}, needed for auto and bfloat16. Raises
-    ConfigError if `asked` is bfloat16 and the CPU emulates it: steps would take minutes instead of seconds.
+    float32. rates: {number format: GEMM rate of one core in FLOP/s}; if it is {}, auto and bfloat16 give
+    float32. Raises ConfigError if `asked` is bfloat16 and the CPU emulates it (its rate is below that of
+    float32): steps would take minutes instead of seconds.
     """
     if asked not in ("auto", NARROW):
         return FORMATS[asked], "as asked"
@@ -349,9 +367,10 @@ def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[s
 
 
 def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int = 0) -> Numerics:
-    """Restore the compute format and threads of a checkpoint, so that a resumed run is bitwise the same.
+    """Restore the arithmetic of a checkpoint, so that a resumed run is bitwise the same.
 
-    Returns `numerics` with these values. Sets torch's number of threads and binds the threads to the
+    Returns `numerics` with the compute format, GEMM library and threads of the checkpoint. Sets torch's GEMM
+    library and number of threads, and binds the threads to the
     processors of the checkpoint. saved: the result of `Numerics.saved` in the checkpoint. threads: the
     setting threads; 0: not set.
     Nothing is restored if the checkpoint is of another device (cpu or cuda). The format bfloat16 is not
@@ -365,8 +384,11 @@ def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int 
     rates = numerics.rates
     if compute == torch.bfloat16 and rates and rates[torch.bfloat16] < rates[torch.float32]:
         compute = numerics.compute_dtype
+    library = str(saved.get("gemm_library", numerics.library))
+    if library != numerics.library:
+        library = choose_library(library)
     reason = numerics.reason if compute == numerics.compute_dtype else f"as before; {numerics.reason}"
-    numerics = replace(numerics, compute_dtype=compute, reason=reason)
+    numerics = replace(numerics, compute_dtype=compute, reason=reason, library=library)
     return numerics if threads_set(threads) else _restore_threads(numerics, saved)
 
 

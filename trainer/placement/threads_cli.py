@@ -43,11 +43,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("This system cannot bind threads to processors: `threads` needs Linux.")
     import torch
 
+    from trainer.host.gemm_library import choose_library
     from trainer.host.topology import cpu_list, read_topology
     from trainer.placement.rank_threads import propose_ranks, work_maker
     from trainer.placement.threads import candidates_of, choose_threads
 
     torch.set_flush_denormal(True)
+    choose_library()
     topology = read_topology()
     print(f"This host has {topology.describe()}.")
     candidates = candidates_of(topology)
