@@ -56,10 +56,11 @@ def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
 
     next_step: seconds from the event to the first step after the interruption. pause: seconds between that
     step and the step before it. repeated: the number of steps that were trained again.
-    elastic: whether the run is elastic. If True, the figures also have `return` (seconds from the end of the
-    event to the first step of all ranks), join_pause (seconds between that step and the step before it),
-    changes (the number of changes of the members), megabytes (what the ranks have sent in these changes) and
-    stopped (the longest time from the end of a step of a rank until it continued, in the first change).
+    elastic: whether the run is elastic. If True, the figures also have
+    return: seconds from the end of the event to the first step of all ranks. join_pause: seconds between that
+    step and the step before it. changes: the number of changes of the members, the ranks that train.
+    megabytes: the MB that all ranks have sent in these changes. stopped: the longest time in seconds for
+    which the ranks of a host stopped in the first change.
     """
     lab.read()
     calm = time.time()
@@ -190,9 +191,10 @@ def main(argv: list[str] | None = None) -> int:
 def recorded(origin: Mapping[str, Any], repeats: int, restarts: int) -> dict[str, Any]:
     """The content of the record before the measurement: its origin, and the part that is not measured now.
 
-    origin: commit, hardware and settings of the measurement. repeats, restarts: of the two parts; a part with
-    0 is not measured. The part with elastic=false has its own commit and date, restart_commit and
-    restart_date. Raises SystemExit if a part would be recorded beside one of other hosts or settings.
+    origin: commit, hardware and settings of the measurement. repeats, restarts: how often each event is
+    measured with elastic=true and with elastic=false; a part with 0 is not measured. The part with
+    elastic=false has its own commit and date, restart_commit and restart_date. Raises SystemExit if a part
+    would be recorded beside a part with other hosts, settings or hardware.
     """
     before = json.loads(RECORD.read_text(encoding="utf-8"))
     differs = [name for name in ("hosts", "settings", "machine") if before[name] != origin[name]]

@@ -36,10 +36,10 @@ FIRST_STEPS = 10  # of a run, which are left out
 
 
 def mean_step(lab: Lab, settings: dict[str, object], steps: int) -> float:
-    """Start a run, wait for so many steps after the first ones, and stop it.
+    """Start a run, wait for `steps` steps after the first FIRST_STEPS, and stop the run.
 
-    Returns the mean seconds of a step.
-    Raises SystemExit if a playbook fails or the steps take too long.
+    Returns the mean seconds of these `steps` steps. settings: {setting: value} of the run. Raises SystemExit
+    if a playbook fails or the steps take longer than 600 s.
     """
     lab.run_id, lab.steps = f"cost-{int(time.time())}", {}
     lab.play("train.yml", run_id=lab.run_id, data_dir=lab.data_dir, **settings)
@@ -53,7 +53,10 @@ def mean_step(lab: Lab, settings: dict[str, object], steps: int) -> float:
 
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """The time of each case as a multiple of that of elastic=false in the same round."""
+    """{case: its time divided by that of elastic=false in the same round, for each round}.
+
+    seconds: {case: mean seconds of a step in each round}.
+    """
     return {
         case: [round(own / off, 4) for own, off in zip(seconds[case], seconds[OFF], strict=True)]
         for case in CASES

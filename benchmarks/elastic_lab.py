@@ -32,7 +32,8 @@ RANK = "pgrep -u nanofleet -f -- '-u -m trainer train'"
 class Lab:
     """The hosts of a lab, their run, and what the run has written to metrics.jsonl so far.
 
-    name: the name of the lab. hosts: the number of its hosts, which are numbered from 1.
+    name: the name of the lab. hosts: the number of its hosts, which are numbered from 1. data_dir: the data
+    directory on this machine. run_id: the name of the run.
     """
 
     name: str
@@ -60,9 +61,10 @@ class Lab:
         return self.podman("exec", self.host(number), "sh", "-c", command)
 
     def run_dir(self, number: int) -> Path:
-        """The run directory on host `number`, as a path on this machine. Raises SystemExit if it is off.
+        """The run directory on host `number`, as a path on this machine.
 
-        To read this path takes no CPU time of the host; a command that runs on the host does.
+        Reading this path takes no CPU time of the host; a command that runs on the host does. Raises
+        SystemExit if the host is off.
         """
         process = self.processes.get(number, 0)
         if not Path(f"/proc/{process}/root/sbin").exists():
@@ -104,7 +106,10 @@ class Lab:
         return repeated(self.inside(host, f"cat {RUNS}/{self.run_id}/train.log") for host in hosts)
 
     def continued(self, host: int) -> list[tuple[float, float]]:
-        """What `host` has logged of each change: (seconds for which its ranks stopped, MB that it sent)."""
+        """(seconds for which the ranks stopped, MB sent) of each change of the ranks, from the log of `host`.
+
+        MB: the bytes that the rank of this host has sent in the change.
+        """
         log = self.inside(host, f"cat {RUNS}/{self.run_id}/train.log")
         return [(float(each), float(sent.replace(",", ""))) for each, sent in CONTINUED.findall(log)]
 
@@ -148,7 +153,10 @@ class Event:
     is_elastic: bool = False
 
     def happen(self, lab: Lab) -> tuple[float, float]:
-        """Let the event happen, and end it; returns the Unix times of both. Reads the metrics meanwhile."""
+        """Let the event happen, and end it; returns the Unix times (of its start, of its end).
+
+        Meanwhile the metrics of `lab` are read.
+        """
         planted = time.time()
         self.plant()
         while self.fix and time.time() - planted < AWAY_SECONDS:
@@ -161,7 +169,7 @@ class Event:
 
 
 def events(lab: Lab, host: int) -> list[Event]:
-    """All events for a host but those of playbooks. host: its number."""
+    """The events that can happen to a host, except that of `leave`. host: the number of the host."""
     name, unit = lab.host(host), f"nanofleet-{lab.run_id}"
     gateway = lab.inside(host, "ip -4 route show default").split()[2]
     starts = f"systemctl reset-failed {unit}; systemctl start nanofleet@{lab.run_id}"
@@ -194,7 +202,7 @@ def events(lab: Lab, host: int) -> list[Event]:
 
 
 def leave(lab: Lab, host: int) -> Event:
-    """The event that a person takes a host out of the run, and in again. host: its number."""
+    """The event that a person makes a host leave the run and join it again. host: the number of the host."""
     return Event(
         "stop.yml -e leave",
         lambda: lab.play("stop.yml", run_id=lab.run_id, leave=lab.host(host)),

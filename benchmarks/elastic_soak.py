@@ -58,9 +58,10 @@ class Soak:
 
 
 def disturb(lab: Lab, minutes: float, seed: int, say: Callable[[str], None] = print) -> Soak:
-    """Let random events happen to the run of `lab` for some minutes, and wait until the hosts are back.
+    """Let random events happen to the run of `lab`, and wait until the hosts are back.
 
-    minutes: their number. seed: the seed of the random events. say: a function that prints a line.
+    minutes: the time in which events begin. seed: the seed of the random events. say: a function that prints
+    a line.
     """
     chance, soak = random.Random(seed), Soak(began=time.time())
     order = itertools.count()
@@ -93,7 +94,7 @@ def disturb(lab: Lab, minutes: float, seed: int, say: Callable[[str], None] = pr
 
 
 def members(lab: Lab) -> int:
-    """The number of hosts that train now."""
+    """The number of hosts that train now; 0 if rank 0 has not published a loss. Each host has one rank."""
     now = failover.status(lab)
     return int(now["world_size"]) if now.get("loss") is not None else 0
 

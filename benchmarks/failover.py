@@ -33,9 +33,10 @@ REPEATED_STEPS = 60  # more than an event repeats, and enough for copies at thei
 
 
 def status(lab: Lab) -> dict[str, Any]:
-    """The newest run status that a rank 0 has written; `number` is the number of its host.
+    """The newest run status of a rank 0, as a dict; the added key `number` is the number of its host.
 
-    {} if no host has a run status of a rank 0.
+    {} if no host has a run status of a rank 0. Several hosts can have one, after the election of another
+    coordinator.
     """
     found = []
     for host in range(1, lab.hosts + 1):

@@ -112,7 +112,7 @@ def measure(out: Path, ranks: int, depth: int, steps: int) -> dict[str, Any]:
 def case(
     depth: int, ranks: int, speed: Speed, rows: NDArray[Any], result: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The figures of `ranks` ranks.
+    """The computed bytes and seconds of a step with `ranks` ranks, and the measured ones if there are any.
 
     depth: of the model. speed: the measured speed of one core. rows: token ids of shape (rows, T + 1), in
     which active embedding rows are counted. result: that of `measure`; None if nothing was measured.

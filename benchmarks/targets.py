@@ -123,7 +123,7 @@ def verdict(
 
     key: ratio, share_of_bound, over_ddp or payload. shape: format of a value, such as "{:.2f}x". baseline:
     the share of its roofline limit that the single-host baseline reached, None if unknown. If this share is
-    below BASELINE_LIMIT for `dtype`, a ratio does not count.
+    below BASELINE_LIMIT for `dtype`, a ratio does not count, and the text names this condition.
     """
     if value is None:
         return ""

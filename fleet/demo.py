@@ -55,7 +55,7 @@ class Demo:
 
     @property
     def where(self) -> str:
-        """The inventory of the lab, relative to ROOT; "" if ansible.cfg names it: that of the lab "lab"."""
+        """The path of the lab's inventory below ROOT; "" for the lab "lab", whose path is in ansible.cfg."""
         return "" if self.lab == "lab" else f".lab/{self.lab}/inventory"
 
     @property

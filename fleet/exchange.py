@@ -19,7 +19,7 @@ from trainer.data.sources import shard_texts
 CONVERSATIONS = 1000
 """The most conversations that are made: an epoch of a minute or so."""
 HELD_OUT = 2
-"""Conversations that the model is not tuned on, and is asked at the end."""
+"""The number of conversations that are not used for fine-tuning; their questions are asked at the end."""
 ASKED = "How does this sentence continue? "
 ANSWER_TOKENS = 40
 ANSWER_SECONDS = 60.0

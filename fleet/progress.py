@@ -1,7 +1,8 @@
 """The display of the console: pure functions from state to rich renderables, and the screen that shows them.
 
-In a terminal the current view is redrawn in place and finished lines scroll above it. In other output (CI, a
-pipe) the view is a plain line, printed at most every PLAIN_SECONDS.
+The view is the part that changes, such as the progress of a playbook or a run. In a terminal the view is
+redrawn in place, and finished lines scroll above it. In other output (CI, a pipe) the view is a plain line,
+printed at most every PLAIN_SECONDS.
 """
 
 import io

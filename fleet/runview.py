@@ -162,7 +162,7 @@ class RunView:
                 self._add_figures(entry or {})
 
     def history(self, lines: Iterable[str]) -> None:
-        """Add the losses of metrics.jsonl, one JSON object per line."""
+        """Add the losses in `lines`, the lines of metrics.jsonl, each of which is a JSON object."""
         latest = dict(self.figures)
         for line in lines:
             try:

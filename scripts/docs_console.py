@@ -65,7 +65,7 @@ def renamed(text: str, hosts: dict[str, str]) -> str:
     for (name, address), host, other in zip(hosts.items(), HOSTS, ADDRESSES, strict=True):
 
         def padded(found: re.Match[str], host: str = host) -> str:
-            """In a column, which two spaces end, the name keeps its width."""
+            """The new name. Before two or more spaces, as in a table, it is padded to the old width."""
             return host + " " * max(2, len(found[0]) - len(host)) if found[1] else host
 
         text = re.sub(rf"{re.escape(name)}( {{2,}})?", padded, text).replace(address, other)

@@ -27,7 +27,11 @@ SAMPLE_LINE = re.compile(r"# (\w+): (\S.*?)( +#.*)?")
 
 
 def spec_defaults() -> dict[str, Any]:
-    """{setting: its default}. A variable of a role that has the value of another setting has its default."""
+    """{setting: its default}.
+
+    The default of a role's variable can be a lookup of another setting; it is replaced by the default of that
+    setting.
+    """
     defaults = setting_defaults()
     found = {name: SAME.fullmatch(value) for name, value in defaults.items() if isinstance(value, str)}
     return defaults | {name: defaults[setting[1]] for name, setting in found.items() if setting}

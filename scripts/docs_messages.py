@@ -78,7 +78,10 @@ EXAMPLES = {
 
 
 class Message(NamedTuple):
-    """A message that a check can report. Values that are known only at run time are in angle brackets."""
+    """A message that a check can report. Values that are known only at run time are in angle brackets.
+
+    The fields are those of a finding (see plugins/module_utils/findings.py).
+    """
 
     code: str
     problem: str
@@ -276,7 +279,8 @@ def shown_expression(found: re.Match[str]) -> str:
     """The text that the page shows for a Jinja expression: its literals, and `shown_name` of variables.
 
     found: a match of EXPRESSION_IN_YAML. For a statement of Jinja the text is "". Of `A if B else C` only A
-    is shown. What follows the first filter is left out. A part with neither is shown as "...".
+    is shown. The first filter and all that follows it are left out. A part without a literal and without a
+    variable is shown as "...".
     """
     if not found[1]:
         return ""

@@ -182,7 +182,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """`plan`: set up this rank in a temporary directory, log the plan of the run and the predicted step time.
+    """`plan`: set up this rank in a temporary directory; rank 0 logs the plan and the predicted step time.
 
     args: the parsed options of `plan`. Returns the exit code.
     """

@@ -58,8 +58,8 @@ def setting(default: Any, help: str, section: str = IDENTITY, **more: Any) -> An
     """A field of RunConfig.
 
     default: its default value. help: its text in `python -m trainer train --help`. section: identity, horizon
-    or runtime (see the top of this file). more: may have `before`, the value of this setting in runs that
-    were started by a release without the setting; it is given only if it is not the default.
+    or runtime (see the top of this file). more: further metadata of the field. Its key `before` is the value
+    for runs that a release without this setting has started; without the key, these runs have the default.
     """
     return field(default=default, metadata={"help": help, "section": section, **more})
 
@@ -526,7 +526,7 @@ class RunFile:
         }
 
     def digest(self) -> str:
-        """The sha256 (hex) of these values as canonical JSON; not that of the bytes of run.json."""
+        """The sha256 (hex) of `to_dict()` as canonical JSON; it is not the sha256 of the file run.json."""
         return hashlib.sha256(canonical_json(self.to_dict())).hexdigest()
 
 

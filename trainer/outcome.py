@@ -1,12 +1,12 @@
-"""How an attempt at a run ended, in a sentence: outcome.json in the run directory, and the exit code.
+"""The outcomes of an attempt at a run, with the reason for outcome.json and the exit code.
 
 finished   all steps are done
 stopped    a person stopped the run
 retryable  a restart can help: a peer is lost, the rendezvous store did not answer
 final      a restart cannot help: bad input, a loss that is not finite, ranks that differ
 
-`settled` in the file is true if no attempt follows. When a host shuts down, SIGTERM stops its ranks; such a
-stop is not settled.
+The key `settled` of outcome.json is true if no attempt follows. A rank that SIGTERM has stopped, as at a
+shutdown of its host, writes false.
 """
 
 from __future__ import annotations

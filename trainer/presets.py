@@ -59,6 +59,6 @@ def apply_preset(
 
 
 def _replace(before: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`before` with `values`, without its length if `values` have one."""
+    """The settings `before` updated with `values`; LENGTHS in `before` are dropped if `values` has any."""
     dropped = LENGTHS if values.keys() & LENGTHS else frozenset()
     return {**{name: value for name, value in before.items() if name not in dropped}, **values}

@@ -17,8 +17,8 @@ class RankBatch(NamedTuple):
 
     idx: token ids of the inputs, int64, (rows, T).
     targets: token ids to predict, int64, (rows, T); -1 where a token has no loss.
-    active: token ids in the inputs of all ranks, each once, ascending.
-    active_by_rank: for each rank, the token ids in its own inputs, in the same form; on the CPU.
+    active: token ids in the inputs of all ranks, each once, ascending; int64, (active rows,).
+    active_by_rank: for each rank, the token ids in the inputs of that rank, in the same form; on the CPU.
     n_targets: targets with a loss in the global batch, over all ranks. The summed losses and gradients of the
         step are divided by this number.
     n_targets_of_rank: targets with a loss in the rows of this rank.

@@ -94,9 +94,10 @@ def make_plan(
 
 
 def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int, epoch: int) -> int:
-    """The number of steps: num_iterations, else from target_flops, else from target_param_data_ratio.
+    """The number of steps of a run: num_iterations, else from target_flops, else the default of the stage.
 
-    In stage sft it is an `epoch` instead of the last one.
+    This default is `epoch` in stage sft, else it follows from target_param_data_ratio. size: number of
+    scaling parameters. batch: tokens of a step. epoch: steps of one epoch.
     """
     if config.num_iterations:
         return config.num_iterations

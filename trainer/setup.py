@@ -67,13 +67,13 @@ class RunSetup:
         resume with the same hosts nothing is measured.
     trains: whether the ranks train after the setup.
     evaluates_core: whether the ranks evaluate CORE if core_metric_every is set.
-    copies_to: the host that keeps copies of checkpoints before others; "": the next hosts in rank order.
-    tracks_on_all_hosts: whether each host keeps the figures, because it may become the coordinator.
+    copies_to: name of the host that is chosen first to keep copies of checkpoints; "": hosts in rank order.
+    tracks_on_all_hosts: whether each host writes metrics.jsonl, because it may become the coordinator.
     from_checkpoint: on rank 0, the checkpoint that a run of stage sft begins with.
     Set by `run`, for the training loop:
     plan: plan of the run, with the batch split at the first step. data: rows and tokenizer.
-    core: tasks of CORE, if they are evaluated; else None. options: what this rank can compute on.
-    group: the connected ranks.
+    core: tasks of CORE, if they are evaluated; else None. options: the devices that this rank can use.
+    group: the collectives of the connected ranks.
     numerics: device, number formats and threads of this rank.
     model, optimizer, sync: the model, its optimizer and the sync mode.
     train_state: progress of the run. placement: how the ranks divide the work.
@@ -139,7 +139,7 @@ class RunSetup:
         self._begin(records, options.cuda if kind != "cuda" and config.device == "auto" else None)
 
     def _explore(self) -> Options:
-        """Find what this rank can compute on. If that is the CPU only, bind its threads."""
+        """Find the devices that this rank can use. If it has no GPU, bind its threads to processors."""
         config, env = self.config, self.env
         options = explore(config.device, config.dtype, config.threads, env.local_rank, env.local_world_size)
         if options.cuda is None:
@@ -147,7 +147,11 @@ class RunSetup:
         return options
 
     def _begin(self, records: list[consistency.Record], gpu: Numerics | None) -> None:
-        """Connect the ranks, and build and load what they train. gpu: of this rank, if it is idle."""
+        """Connect the ranks, build model, optimizer and sync mode, and load their state.
+
+        records: of all ranks, in rank order. gpu: device and number formats of the GPU of this rank if the
+        run leaves it idle; else None.
+        """
         self._connect(records)
         self.run_status.enter("resume")
         self._build()
@@ -166,7 +170,7 @@ class RunSetup:
         self.config_digest = str(state.meta.get("config_digest") or self.config_digest)
 
     def _check_kind(self, kind: str) -> str:
-        """The device kind on which the ranks compute, given that their devices allow `kind`."""
+        """The device kind of the run, "cpu" or "cuda". kind: the kind that the devices of all ranks allow."""
         return kind
 
     def _connect(self, records: list[consistency.Record]) -> None:
@@ -184,7 +188,10 @@ class RunSetup:
         self.run_status.is_waiting = lambda: self.group.is_waiting
 
     def _gather_facts(self, records: list[consistency.Record]) -> None:
-        """Gather the arithmetic of each rank, for checkpoints and the tracker."""
+        """Gather the arithmetic of each rank, for checkpoints and the tracker; compare the placements.
+
+        records: of all ranks, in rank order. Raises Final if the placement differs between ranks.
+        """
         if self.numerics.threads > usable_cores():
             self.log.info(
                 f"warning: {self.numerics.threads} threads share {usable_cores()} core(s), which is slow. "
@@ -225,7 +232,11 @@ class RunSetup:
         return Dataset.open(self.data_dir, self.config.sequence_len)
 
     def _read_core(self) -> dict[str, str]:
-        """Read the CORE bundle, if it will be evaluated. Returns its digest by name, for the comparison."""
+        """Read the CORE bundle if CORE will be evaluated.
+
+        Returns {"CORE bundle": digest}, which is compared across ranks; {} without CORE. Raises ConfigError
+        if there is no bundle.
+        """
         every, folder = self.config.core_metric_every, self.data_dir / BUNDLE
         if not every or not self.evaluates_core:
             return {}
@@ -307,7 +318,8 @@ class RunSetup:
     def _decide_placement(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
         """Set the placement: from a checkpoint of the same hosts, else measured if shares or sync is auto.
 
-        meta: meta.json of the state; gpu: a GPU of this rank that is idle. Raises TransferToHost.
+        meta: content of the checkpoint's meta.json. gpu: as for `_begin`. Raises TransferToHost if the GPU of
+        one host is faster than all ranks together and the run can move to that host.
         """
         config, group = self.config, self.group
         together, automatic = group.world_size > 1, config.sync == "auto"
@@ -362,9 +374,10 @@ class RunSetup:
         self.sync.load(state.step, common, own)
 
     def _initial_state(self) -> State | None:
-        """On rank 0, the state of its newest valid checkpoint, or an empty one; None on other ranks.
+        """On rank 0, the state of the newest valid checkpoint, else of a new run; None on other ranks.
 
-        Raises Final on all ranks if the checkpoint does not belong to this run.
+        Copies of newer checkpoints on other hosts are fetched first. Raises Final on all ranks if the
+        checkpoint does not belong to this run.
         """
         fetch_newer(self.group, self.checkpoints, self.run_file.run_id, self.config, self.log.info)
         state: State | None = None
@@ -404,12 +417,20 @@ class RunSetup:
         return dict(model.state_dict())
 
     def _same_hosts(self, meta: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint is of these hosts. One that was written in a change may mix two views."""
+        """Whether the ranks of a checkpoint ran on the same hosts, in the same order, as the ranks now.
+
+        meta: content of the checkpoint's meta.json. A checkpoint that an elastic run wrote during a change of
+        its members may have lists of different lengths; the result is then False.
+        """
         hosts = [peer.host for peer in self.group.peers]
         return meta.get("hosts") == hosts and len(meta["shares"]) == len(meta["numerics"]) == len(hosts)
 
     def _restore_arithmetic(self, meta: Mapping[str, Any]) -> None:
-        """Restore the number of steps; on the same hosts also batch split, formats and threads, bitwise."""
+        """Restore the number of steps of a checkpoint; on the same hosts also split, formats and threads.
+
+        With the same batch split, formats and threads, the resumed run is bitwise the same. meta: content of
+        the checkpoint's meta.json.
+        """
         steps = compatibility.planned_steps(meta, self.config, self.plan.num_iterations)
         self.plan = dataclasses.replace(self.plan, num_iterations=steps)
         if self._same_hosts(meta) and not self.run_file.fixed_shares:

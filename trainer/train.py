@@ -86,7 +86,7 @@ class Trainer:
         attempt.before_end = self._complete
 
     def _run(self, tracker_uri: str) -> str:
-        """Set up this rank, train, close; returns the closing sentence. Raises RunEnd."""
+        """Set up this rank, train, and close the process group; returns a sentence on the result."""
         self.attempt.update(run_id=self.run_file.run_id)
         self.run_status.start()
         self.watchdog.start()
@@ -121,7 +121,7 @@ class Trainer:
         self._begin()
 
     def _begin(self) -> None:
-        """Take over what the setup has made."""
+        """Take plan, data, group, model, optimizer and sync mode from the setup, and prepare the steps."""
         setup = self.setup
         self.plan, self.data, self.group = setup.plan, setup.data, setup.group
         self.model, self.optimizer, self.sync = setup.model, setup.optimizer, setup.sync
@@ -213,7 +213,7 @@ class Trainer:
         self._evaluate_and_save(summary, step + 1, is_last)
 
     def _batch(self, step: int) -> RankBatch:
-        """What this rank trains on in `step`, counted from 0."""
+        """The batch of this rank in `step`, counted from 0. Also reads the global batch of the next step."""
         batch = self._next_batch  # the next one is read too: ranks compare it before they train on it
         if step + 1 < self.plan.num_iterations:
             self._next_batch = self._read(step + 1)
@@ -223,7 +223,11 @@ class Trainer:
         return read_batch(self.data.train, self.config.seed, step, self.plan.rows_per_step)
 
     def _read_first_batch(self, step: int) -> None:
-        """Read the batch of the attempt's first step, and compare it; step reports compare later batches."""
+        """Read the global batch of the attempt's first step, and compare it with that of the other ranks.
+
+        Later batches are compared in the step reports. step: the first step, counted from 0. Raises Retryable
+        if the batches differ.
+        """
         self.run_status.enter("data")
         self._next_batch = self._read(step)
         checksums = self.group.gather_int64(torch.tensor([self._next_batch.checksum]))
@@ -249,7 +253,10 @@ class Trainer:
         return total.item()
 
     def _set_rates(self, step: int) -> tuple[float, float]:
-        """Set the optimizer's rates for `step`. Returns (multiplier of all learning rates, that of Muon)."""
+        """Set learning rates, Muon's momentum and Muon's weight decay for `step`, counted from 0.
+
+        Returns (multiplier of all learning rates, learning rate of Muon).
+        """
         config, n = self.config, self.plan.num_iterations
         rates = config.warmup_steps, config.warmdown_ratio, config.final_lr_frac
         multiplier = config.init_lr_frac * lr_schedule.lr_multiplier(step, n, *rates)
@@ -259,7 +266,7 @@ class Trainer:
         return multiplier, config.matrix_lr * self.plan.scales.lr * multiplier
 
     def _finish_sync(self) -> None:
-        """After the last step, give all ranks equal parameters. Only the mode local has to transfer any."""
+        """After the last step, make the parameters equal on all ranks. Only sync=local sends data here."""
         self.sync.finish()
 
     def _evaluate_and_save(self, summary: StepSummary, step: int, is_last: bool) -> None:
@@ -326,7 +333,10 @@ class Trainer:
         return loss
 
     def _check_ranks(self, summary: StepSummary, step: int) -> None:
-        """Compare the batch of step + 1 of all ranks, and their parameters if that is due after `step`."""
+        """Compare the batches of all ranks for step + 1, and their parameters if that is due after `step`.
+
+        step: counted from 1. Raises Retryable if the batches differ, Final if the parameters differ.
+        """
         compare_batches(self.group, summary.next_batches, step + 1)
         if _due(step, self.config.digest_every) or step == self.parameter_check.recheck_at:
             with self.sync.shared_parameters():
@@ -430,7 +440,10 @@ class Trainer:
         self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:
-        """Set the newest completely written checkpoint in outcome and run status, and a shortage of space."""
+        """Report the newest completely written checkpoint and a shortage of disk space.
+
+        The outcome and the run status get the checkpoint; the run status gets the shortage as a warning.
+        """
         writer, state = self.checkpoint_writer, self.reporter.train_state
         # Another rank may have written one of its own, when an elastic run lost its coordinator.
         if writer.saved is not None and self.env.is_coordinator:
@@ -454,10 +467,10 @@ class Trainer:
     def run(self, tracker_uri: str = "") -> str:
         """Run the attempt; returns a sentence on the result after the last step.
 
-        If the attempt ends in another manner, `run` raises RunEnd, ConfigError or DataError. It announces
-        an exception to the other ranks as the end of this rank, with the cause. Instead of PeerLost it raises
-        a RunEnd that explains the loss. In all cases it completes a checkpoint in progress and stops the
-        watchdog. tracker_uri: address of the MLflow server; "" for no server.
+        Raises RunEnd, ConfigError or DataError if the attempt ends otherwise; if a peer is lost, the RunEnd
+        explains the loss. The other ranks get the outcome and reason of an exception. In all cases `run`
+        completes a checkpoint that is being written, and stops the watchdog.
+        tracker_uri: address of the MLflow server; "" for no server.
         """
         try:
             try:
@@ -480,7 +493,10 @@ class Trainer:
                 self.watchdog.stop()
 
     def _complete(self, end: RunEnd, seconds: float) -> RunEnd:
-        """Complete a checkpoint in progress; returns `end`, or Stopped if a person has stopped the run."""
+        """Wait at most `seconds` for a checkpoint that is being written; returns the end of the attempt.
+
+        This is Stopped if `end` is retryable and a person has stopped the run, else `end`.
+        """
         self._complete_write(seconds)
         return self._stopped() if self.stopping and end.outcome == "retryable" else end
 

@@ -11,9 +11,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.setup_comparison i
 
 
 def digests(wheelhouses: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """The digests of the lock files, as {environment: {kind of host: sha256}}.
+    """The sha256 of the lock files of all wheelhouses, as {environment: {kind of host: sha256}}.
 
-    wheelhouses: {environment: {kind of host: result of the module wheelhouse}}.
+    wheelhouses: {environment: {kind of host: result of the module wheelhouse}}. The environment is train or
+    tracker. The kind is a name such as 3.11-x86_64 (see runtime_kind).
     """
     return {
         name: {kind: str(made["digest"]) for kind, made in by_kind.items()}

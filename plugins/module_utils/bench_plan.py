@@ -43,7 +43,7 @@ def bench_plan(
     hosts, gpu_hosts: names of all hosts, and of the hosts with a GPU.
     config: {setting: value} of the runs.
     tokens: the number of tokens in a step. steps: the number of measured steps of a case.
-    threads, memory_gb: CPU threads and memory (GB) of the first host, 0 if unknown. They limit how many
+    threads, memory_gb: CPU threads and memory (GiB) of the first host, 0 if unknown. They limit how many
         processes the default cases start on this host.
     Raises AnsibleFilterError for an invalid name and for settings that RunConfig refuses.
     """
@@ -64,7 +64,9 @@ def bench_plan(
 def _has_room(ranks: int, config: Mapping[str, Any], tokens: int, threads: int, memory_gb: float) -> bool:
     """Whether a host has a thread, memory and a sequence of the step for each of `ranks` ranks.
 
-    On fewer threads, processes would only take turns. memory_gb 0: unknown, taken as enough.
+    config: {setting: value} of the run. tokens: the number of tokens in a step. threads: CPU threads of the
+    host. memory_gb: memory of the host in GiB; 0: unknown, taken as enough. With fewer threads than ranks,
+    the processes would only take turns.
     """
     try:
         rows = tokens // trainer.RunConfig.from_strings(config).sequence_len

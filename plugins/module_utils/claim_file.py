@@ -69,7 +69,7 @@ def refusal(
 
 
 def routable(address: str) -> str:
-    """An address in its usual form; "" for a loopback or link-local address and for any other text."""
+    """An IP address in canonical form; "" for a loopback or link-local address and for any other text."""
     parsed = parse_ip(address)
     return "" if parsed is None or parsed.is_loopback or parsed.is_link_local else str(parsed)
 

@@ -50,7 +50,8 @@ def host_findings(
 def _unreachable(measured: Measured, host: str, variables: Mapping[str, Any]) -> Finding:
     """Finding about a host that the controller cannot reach.
 
-    It names the peers that reach the host (only the controller's path is cut) or that do not (it is down).
+    The finding also names the peers that reach the host; then only the path from the controller is cut. If
+    there is none, it names the peers that do not reach the host; then the host is down.
     """
     found = unreachable_finding(host, variables, measured[host]["why"])
     views = {peer: (of_peer["paths"].get(host) or {}).get("up") for peer, of_peer in measured.items()}
@@ -110,7 +111,10 @@ def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -
 
 
 def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
-    """Findings about file systems, each of which is reported for the first of its folders."""
+    """Findings about file systems that are read-only, or lack space or inodes.
+
+    A file system with several of the folders that nanofleet uses is reported once, with the first of them.
+    """
     needed = options["min_free_gib"]
     mounts: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for path, disk in of_host["facts"]["disks"].items():
@@ -202,7 +206,7 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
 
 
 def _rehearsal(measured: Measured) -> Iterator[Finding]:
-    """A finding if trainer.bench.rehearsal failed. Only hosts whose ports are all open take part in it."""
+    """A finding for the first host on which trainer.bench.rehearsal, the test of the all-reduce, failed."""
     rehearsals = {host: each["rehearsal"] for host, each in measured.items() if each["rehearsal"]}
     failed = [(host, each["error"]) for host, each in rehearsals.items() if each.get("error")]
     for host, error in failed[:1]:

@@ -206,6 +206,9 @@ def shared_network(measured: Measured, hosts: Sequence[str]) -> str:
 
 
 def _uses_chosen_interface(of_host: Mapping[str, Any]) -> bool:
-    """Whether a route of this host uses the interface that was chosen, as far as both are known."""
+    """Whether a route of a host to a peer uses the interface that the role network has chosen.
+
+    The result is also True if the chosen interface or all routes are unknown.
+    """
     used = {used_interface(of_host, peer) for peer in of_host["paths"]} - {""}
     return not of_host["interface"] or not used or of_host["interface"] in used

@@ -93,7 +93,10 @@ def _seconds(value: float) -> str:
 
 
 def _link_check_and_settings(measured: Measured, host: str, peer: str = "") -> str:
-    """How to see why the link of a host is slow, and the settings that need less of it."""
+    """The fix of a slow link: how to find the cause, and settings with which a run sends fewer bytes.
+
+    peer: the host at the other end; "" if the link is slow to all peers.
+    """
     interface = _interface(measured, host, peer)
     link = (measured[host]["facts"].get("links") or {}).get(interface) or {}
     program = program_on(measured[host], interface)
@@ -143,7 +146,10 @@ def directed_rates(measured: Measured) -> dict[tuple[str, str], float]:
 
 
 def _wifi(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
-    """A warning about a host that has only WiFi, with the measured rate and what a step needs of it."""
+    """A warning about a host that has only WiFi, with the lowest measured rate and `needs`.
+
+    needs: the result of `network_needs`, or "".
+    """
     name = measured[host]["interface"]
     link = (measured[host]["facts"].get("links") or {}).get(name) or {}
     rates = [mbit for path, mbit in directed_rates(measured).items() if host in path]

@@ -214,7 +214,10 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rehearsal(result: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The last line that trainer.bench.rehearsal printed; {"error"} if it printed none; None if not run."""
+    """The result of trainer.bench.rehearsal: the JSON object in the last line that it printed.
+
+    {"error": text} if it failed without a line; None if it did not run. result: the registered result.
+    """
     if result.get("stdout"):
         return dict(json.loads(result["stdout"].splitlines()[-1]))
     if not result.get("rc") or "stderr" not in result:

@@ -180,7 +180,7 @@ class Path:
         return finding("NF527" if is_store else "NF528", where, f"{what} {cause}", firewall_command, other)
 
     def _is_mirrored(self) -> bool:
-        """Whether the peer is a WSL2 at the address of Windows, whose firewall then decides."""
+        """Whether the peer runs in WSL2 with mirrored networking, where the firewall of Windows decides."""
         return bool(self.measured[self.peer]["facts"].get("wsl") == "mirrored")
 
     def _words(self, ports: Ports) -> str:
@@ -197,7 +197,10 @@ class Path:
     # -- firewalls -------------------------------------------------------------------------------------------
 
     def _ends(self, *chains: str) -> Iterator[tuple[str, str, list[Rule], str]]:
-        """(host, chain, its firewall rules, address at the other end): of the peer, then of the host."""
+        """Yield (host, chain, firewall rules of the host, address at the other end) of both ends.
+
+        chains: the chain at the peer, which is the first end, and the chain at `host`.
+        """
         ends = ((self.peer, self.host), (self.host, self.peer))
         for chain, (where, other) in zip(chains, ends, strict=True):
             yield where, chain, self.measured[where]["firewall"] or [], self.measured[other]["address"]
@@ -243,9 +246,11 @@ class Path:
         )
 
     def _permission(self, policy: Rule, where: str, source: str, ports: Ports) -> str:
-        """The command after which a policy admits TCP from `source` to these ports.
+        """The fix for a firewall policy that drops the connections of this path, as text.
 
-        For outgoing packets it is the command that lists the rules.
+        For incoming packets it is the command that admits TCP from `source` to `ports`; for outgoing packets
+        a text with the command that lists the rules. policy: a rule with the verdict policy. where: the host
+        with this firewall. source: the address at the other end.
         """
         firewall = FIREWALLS[policy["firewall"]]
         if policy["chain"] == "OUTPUT":
@@ -273,9 +278,10 @@ class Path:
         return self._dropping_all(("OUTPUT", "INPUT"), [[(low, low)], [(high, high)]])
 
     def _dropping_all(self, chains: tuple[str, str], groups: Sequence[Spans]) -> Rule | None:
-        """The first rule that drops packets to each group of ports, with its host as `where`.
+        """The first rule that by itself drops packets to each of `groups`; None if there is none.
 
-        chains: of the peer and of the host.
+        The rule has one more key, `where`: the name of its host. chains: as for `_ends`. groups: lists of
+        ranges of ports (low, high).
         """
         for where, chain, rules, address in self._ends(*chains):
             for rule in rules:

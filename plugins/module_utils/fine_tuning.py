@@ -87,7 +87,10 @@ def _chosen(found: Found, from_checkpoint: str) -> Mapping[str, Any] | None:
 
 
 def _migrated(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The meta.json of a checkpoint with settings of this release. Raises ConfigError."""
+    """The content of a checkpoint's meta.json, with its settings converted to those of this release.
+
+    Raises ConfigError if meta.json is damaged or was written by a newer release.
+    """
     meta = dict(checkpoint["meta"])
     check_schema(meta.get("schema"), f"The checkpoint {checkpoint['path']}")
     try:
@@ -101,10 +104,12 @@ def _migrated(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 def _existing(
     found: Found, meta: Mapping[str, Any] | None, given: Mapping[str, Any], run_id: str, from_checkpoint: str
 ) -> Mapping[str, Any] | None:
-    """The run that this command has started before; None if it starts a new one. meta: of the checkpoint.
+    """The run of stage sft that this command has started before; None if the command starts a new run.
 
-    A run that has a name of its own is found by it. Another one is found by its settings: it began with this
-    checkpoint, or with an earlier one of the same base run and has not finished.
+    meta: the content of meta.json of the chosen checkpoint; None if there is none. With `run_id`, the run is
+    found by its name. Without it, the run has its default name and the same settings, and began with this
+    checkpoint, or with an earlier one of the same base run and has not finished. Raises
+    FineTuningRefusedError if the run `run_id` fine-tunes another run or checkpoint.
     """
     for run in found["tuned"]:
         before = RunConfig.load(run["config"])[0]
@@ -130,7 +135,11 @@ def _existing(
 
 
 def _is_of(parent: str, run: str, meta: Mapping[str, Any] | None, from_checkpoint: str) -> bool:
-    """Whether a run with this `parent` fine-tunes the base run, or the checkpoint, that was named."""
+    """Whether a run fine-tunes the base run `run`, or the checkpoint `from_checkpoint` if that is set.
+
+    parent: the setting `parent` of the run, RUN_ID/step_NNNNNN/SHA256. meta: the content of meta.json of the
+    checkpoint; None if it does not exist. Without `meta`, the result for an absolute path is True.
+    """
     if from_checkpoint:
         if meta is not None:
             return parent == parent_of(meta)
@@ -145,7 +154,11 @@ def _resumed(
     run: Mapping[str, Any],
     chosen: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The plan for a run that exists. Its parent is read only until it has a checkpoint of its own."""
+    """The result of `plan` for the existing run `run`.
+
+    The run reads the checkpoint that it began with only until it has saved one itself. Raises
+    FineTuningRefusedError if neither of the two exists. chosen: the checkpoint that the command names.
+    """
     parent = run["config"]["parent"]
     saved = [*found["checkpoints"], *([chosen] if chosen else [])]
     paths = [each["path"] for each in saved if parent_of(each["meta"]) == parent]

@@ -86,9 +86,10 @@ class Commands:
 
 
 def claim_differences(asked: Options, host: str) -> Iterator[str]:
-    """Phrases if the claim of this host is not the one that setup.yml would write.
+    """A phrase if the claim of this host is not the one that setup.yml would write.
 
-    asked: options of the module fleet_claim. host: name of this host.
+    The claim is the file that names the fleet which the host serves. asked: options of the module
+    fleet_claim. host: name of this host.
     """
     text = read_text(asked["path"], strip=False)
     try:
@@ -259,7 +260,10 @@ def tracker(asked: Options, address: str) -> dict[str, Any]:
 
 
 def stamp_of(path: str) -> str:
-    """The text of a small file in a folder of another user; "" if it is missing or a link."""
+    """The first 1024 bytes of a file as text; "" if it cannot be read or is no regular file.
+
+    No link is followed, because the folder of the file can belong to another user.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -286,9 +290,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def ports(asked: Options) -> dict[str, Any]:
-    """The result of the module ephemeral_ports in check mode.
-
-    Its keys are changed, before and the keys of port_range.hindrances.
+    """The result of the module ephemeral_ports in check mode: changed, before and port_range.hindrances.
 
     asked: options of that module.
     """

@@ -77,9 +77,9 @@ def first_error(lines: list[str], count: int) -> list[str]:
 
 
 def signal_text(line: str) -> str:
-    """A line of a log, in which a short text replaces torchrun's line about a rank that a signal has ended.
+    """A short text, such as `Ended by SIGTERM`, for torchrun's line about a rank that a signal has ended.
 
-    Any other line is returned unchanged. An example of the text is `Ended by SIGTERM`.
+    Any other line is returned unchanged.
     """
     found = BY_SIGNAL.search(line)
     if not found:

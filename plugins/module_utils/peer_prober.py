@@ -85,7 +85,8 @@ class PeerPath:
 
         state: open; refused; filtered (no answer at all); unreachable (the network reports it); silent
         (connected, but no data); misrouted (another host answers, which `detail` names); foreign (another
-        program answers). ms: milliseconds until the answer. seen: address of this host as the peer sees it.
+        program answers). detail: in other states, the error message or "". ms: milliseconds until the answer
+        or the error. seen: address of this host as the peer sees it; "" if unknown.
         """
         started = time.monotonic()
         found: dict[str, Any] = {"state": "open", "detail": "", "seen": ""}
@@ -136,7 +137,7 @@ class PeerPath:
 
         size: the bytes of the IP packet that was sent. packet: the most bytes of the packet; with 0, only the
         interface and the path limit it. MTU: the path MTU in bytes that the kernel knows after the packet was
-        sent.
+        sent. Raises OSError or ValueError if the connection fails.
         """
         connection, _answer = self.call(port, packet=packet, do="sink")
         with connection:
@@ -178,7 +179,8 @@ class PeerPath:
     def stream(self, port: int, seconds: float) -> dict[str, Any]:
         """The rates to the peer and from the peer in Mbit/s: {"sent_mbit", "received_mbit"}.
 
-        The two directions are measured one after the other, each for `seconds` seconds.
+        The two directions are measured one after the other, each for `seconds` seconds. port: an open port of
+        the peer. Raises OSError, ValueError or KeyError if the measurement fails.
         """
         connection, _answer = self.call(port, do="sink")
         with connection:

@@ -117,9 +117,10 @@ def change_to(path: str, low: int, high: int, fleet: str = "") -> Change:
 
 
 def change_back(path: str) -> Change:
-    """The change that restores the range that the host had before the fleet's.
+    """The change that removes the fleet's sysctl file and restores the range that the host had before.
 
-    path: of the fleet's sysctl file. This function changes nothing.
+    A range in force that is not the fleet's is kept, because somebody else has set it. path: of the fleet's
+    sysctl file. This function changes nothing.
     """
     now, text = _present(path)
     ours = setting(text)

@@ -126,7 +126,8 @@ class Request:
     def joining(self) -> dict[str, Need]:
         """{host: Need} of the hosts that are to join an elastic run, which already trains on the other hosts.
 
-        Only hosts that were part of the run at its start may become its coordinator (trainer/elastic).
+        Only hosts that were part of the run at its start may become its coordinator (trainer/elastic). The
+        other hosts need no memory for that. The result is {} if no host joins an active run.
         """
         hosts = [host for host, facts in self.reached.items() if not facts["active"]]
         if not self.stored or not self.config.is_elastic or len(hosts) == len(self.reached):
@@ -144,7 +145,7 @@ class Request:
 
 
 def _elastic(request: Request) -> Iterator[Finding]:
-    """A warning for each host that lacks memory for an elastic run; with elastic=auto it is none then."""
+    """A warning for each host that makes a run with elastic=auto not elastic: it lacks memory for copies."""
     without = {"elastic": "true", "coordinator_failover": "false"}
     one_keeps = all(request.fits(host, need.with_(**without)) for host, need in request.needs.items())
     for host, missing in request.too_small.items():
@@ -273,8 +274,8 @@ class Need:
 def _memory(host: str, facts: Facts, need: Need, resumes: bool, joins: bool) -> Iterator[Finding]:
     """A refusal if the host has too little memory in total; a warning if too little of it is free.
 
-    resumes: whether the run exists, so that its depth cannot change. joins: whether it trains on other
-    hosts, so that only settings of this host can change.
+    need: the need of the run on this host. resumes: whether the run exists, so that its depth cannot change.
+    joins: whether the run already trains on other hosts, so that only settings of this host can change.
     """
     if not (limit := memory_of(facts)):
         return
@@ -324,7 +325,7 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool, joins: bool) -> 
 
 
 def _total_gb(facts: Facts) -> float:
-    """The memory in GiB of a host, or of the container that it is; 0 if it is not known."""
+    """The memory of a host in GiB, at most the limit of the container that the host is; 0 if not known."""
     if not str(facts.get("memory_kb", "")).isdigit():
         return 0.0
     return min(int(facts["memory_kb"]), int(facts.get("container_kb") or facts["memory_kb"])) / 2**20

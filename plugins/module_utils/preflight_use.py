@@ -64,7 +64,12 @@ def _process(text: str) -> dict[str, str]:
 
 
 def _ports(host: str, facts: Facts) -> Iterator[Finding]:
-    """Findings about processes that hold the ports of a run. The role launch decides about units of runs."""
+    """Findings about processes that use the ports of a run.
+
+    A refusal for another process on the port of the rendezvous store or of the tracker; units of nanofleet
+    are left out, because the role launch decides about them. A warning if the fraction FULL of the ranks'
+    port range is in use.
+    """
     for line in facts["port"]:
         name, port, *rest = line.split(" ", 2)
         process = _process(" ".join(rest))

@@ -32,7 +32,10 @@ def _hatchling() -> str:
 
 
 def _files(source: Path) -> Iterator[Path]:
-    """The files of the folder itself, and all of its packages: those of pyproject.toml, else every folder."""
+    """Yield the files in the folder `source` itself and all files of its packages.
+
+    The packages are those of the wheel in pyproject.toml; if none are listed there, every folder.
+    """
     project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))
     build = project.get("tool", {}).get("hatch", {}).get("build", {})
     packages = build.get("targets", {}).get("wheel", {}).get("packages")

@@ -44,9 +44,9 @@ def names_in(folder: str) -> list[str]:
 
 
 def json_lines(path: str) -> list[dict[str, Any]]:
-    """The JSON objects at the end of a file that has one per line, in the order of the file.
+    """The JSON objects in the last 256 KiB of a file that has one per line, in the order of the file.
 
-    Lines that are no JSON object are ignored.
+    Lines that are no JSON object are ignored. The result is [] if the file cannot be read.
     """
     found = []
     for line in tail(path):

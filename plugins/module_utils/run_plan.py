@@ -26,7 +26,7 @@ RESERVED = {"tracker", "serve", "none"}
 """Names that a run cannot have: nanofleet-tracker.service is the tracker's unit, for example."""
 FAILOVER_SETTINGS = ("elastic", "coordinator_failover")
 EVALUATION = "eval:"
-"""Begins the name of the evaluation of a run, which is no run."""
+"""Prefix of the name of an evaluation. A run cannot have such a name."""
 State = Mapping[str, Any]
 Ends = dict[str, list[str]]
 
@@ -158,10 +158,10 @@ def _absent(stored: Mapping[str, Any], fleet: Mapping[str, State], unit: str) ->
 
 
 def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> tuple[str, str, Ends]:
-    """(action, message, units to end first by host). Raises RunRefusedError.
+    """(action, message, {host: units to end first}), see `plan_run`. Raises RunRefusedError.
 
-    stored: the run file of an earlier attempt, or None. fleet: the state of every host, including those that
-    sync=auto did not choose.
+    run_file: the RunFile of this attempt. stored: the content of run.json of an earlier attempt, or None.
+    fleet: {host: result of run_state} of every host, including those that sync=auto did not choose.
     """
     name, before, notes = run_file.run_id, run_file.config, []
     if stored:
@@ -285,7 +285,7 @@ def _restart_cause(run_file: Any, stored: State, active: Sequence[str], states: 
 
 
 def _is_changed(before: Sequence[str], run_file: Any, states: Mapping[str, State]) -> bool:
-    """Whether the run has had other hosts so far than in `run_file`. before: those at its start."""
+    """Whether the hosts of the run so far differ from those in `run_file`. before: the hosts at its start."""
     added = added_hosts(states.values())
     return list(before) != [host for host in run_file.hosts if host not in added or host in before]
 

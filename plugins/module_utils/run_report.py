@@ -304,7 +304,8 @@ def stopped(
 def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
     """A sentence on the run that is about to start: its name, its hosts and its first step.
 
-    plan: result of plan_run. states: results of run_state of all hosts, in rank order.
+    If hosts join an active run, the sentence has only the name of the run and these hosts. plan: result of
+    plan_run. states: results of run_state of all hosts, in rank order.
     """
     chosen = " only (chosen by sync=auto)" * bool(plan["file"].get("chosen_from"))
     run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}{chosen}"
@@ -322,7 +323,10 @@ def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
 
 
 def _resumed(plan: Mapping[str, Any], states: Sequence[State]) -> State:
-    """The state of the host from whose checkpoint the run resumes: the newest one, if hosts send copies."""
+    """The state of the host from whose checkpoint the run resumes.
+
+    It is the host with the newest checkpoint if checkpoint_copies is above 1, else the first host.
+    """
     config = plan["file"]["config"]
     return max(states, key=checkpoint_step) if config.get("checkpoint_copies", 1) > 1 else states[0]
 

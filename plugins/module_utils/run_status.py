@@ -320,7 +320,10 @@ def _problems(found: Mapping[str, State]) -> list[str]:
 
 
 def _remedy(status: RunStatus, host: str, state: State) -> str:
-    """Why a rank is frozen, and the command that continues it or that none is needed; ends a sentence."""
+    """The end of the sentence about a frozen rank: the cause, and how the rank continues.
+
+    The rank continues after a command that the text names, or by itself.
+    """
     systemctl = "systemctl --user" if state["unit"].get("scope") == "user" else "sudo systemctl"
     command = f"{systemctl} kill -s CONT nanofleet-{state['run_id']}"
     process = status.get("process") or ""

@@ -161,7 +161,10 @@ def _config_problems(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_host(variables: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a host: its inventory variables, those of a preset, extra vars (`asked`)."""
+    """The settings of a host: its inventory variables, replaced by those of a preset and then by extra vars.
+
+    variables: inventory variables of the host. asked: extra vars.
+    """
     preset = str(asked.get("preset", variables.get("preset", ""))).strip()
     return apply_preset(preset if preset in PRESETS else "", asked, variables)
 

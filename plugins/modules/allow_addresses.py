@@ -23,10 +23,10 @@ def missing(shown: str, addresses: list[str]) -> list[str]:
 def allow(name: str, addresses: list[str], check: bool) -> list[str]:
     """Let the unit `name` exchange packets with `addresses`; returns those that were not allowed before.
 
-    The addresses are added to the active unit, and to its boot entry for the starts after a boot. For a unit
-    that is not active, as on a host that has left its run, only the boot entry changes. A unit in the scope
-    `user` has no such restriction, so the result is []. check: change nothing. Raises OSError if the boot
-    entry cannot be read or written, RuntimeError if systemctl fails.
+    The addresses are added to the active unit, and to its boot entry, the script that starts the unit after a
+    boot. For a unit that is not active, as on a host that has left its run, only the boot entry changes. A
+    unit of `systemd --user` has no such restriction, so the result is []. check: change nothing. Raises
+    OSError if the boot entry cannot be read or written, RuntimeError if systemctl fails.
     """
     if own_scope() == "user":
         return []

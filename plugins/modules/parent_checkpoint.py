@@ -47,7 +47,8 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
     params: options of the module. Keys of the result:
     run: the name of the base run; "" if params["checkpoint"] is an absolute path.
     known: whether the run or checkpoint exists. runs: the names of the newest runs.
-    tuned: the runs of stage sft, as dicts. checkpoints: those of the base run, or the one at the path.
+    tuned: the runs of stage sft, as dicts of known_runs with has_checkpoint (whether the run has saved one).
+    checkpoints: those of the base run, or the one at the path (see `checkpoint`), the oldest first.
     """
     runs_dir = os.path.join(params["state_dir"], "runs")
     asked = params["checkpoint"]

@@ -51,7 +51,10 @@ PROJECT = "nanofleet"
 
 
 class Wheelhouse:
-    """A wheelhouse, the folder of wheels for one kind of host, and the packages that it must contain."""
+    """A wheelhouse, the folder of wheels for one kind of host, and the packages that it must contain.
+
+    params: options of the module. Raises ValueError if pyproject.toml needs a package that is not locked.
+    """
 
     def __init__(self, params: dict[str, Any]) -> None:
         self.p = params
@@ -68,7 +71,7 @@ class Wheelhouse:
         self._check_requirements()
 
     def _beside(self, name: str) -> Path:
-        """A file about this wheelhouse that is not sent to the hosts."""
+        """The path of the file `name` about this wheelhouse. It is beside the folder that the hosts get."""
         return self.dest.with_name(f".{self.dest.name}.{name}")
 
     def _locked(self, cuda: bool) -> Hashes:
@@ -143,20 +146,23 @@ class Wheelhouse:
             shutil.rmtree(scratch)
 
     def _is_built(self) -> bool:
-        """Whether the project's wheel that is there was built from the present sources."""
+        """Whether the wheelhouse has a wheel of the project that was built from the present sources."""
         known = load_json(str(self._beside("sources.json"))) or {}
         wheel = self.kept.get(PROJECT)
         return wheel is not None and known == {"sources": self.sources, "sha256": wheel.sha256}
 
     def _remember(self, new: dict[str, Wheel]) -> None:
-        """Save what the next run compares: digests of wheels, and the sources of the project's wheel."""
+        """Save the digests that the next call compares: of the wheels, and of the project's sources.
+
+        new: {package: its wheel} of the wheels that were downloaded or built.
+        """
         self.digests.save()
         if PROJECT in new:
             known = {"sources": self.sources, "sha256": new[PROJECT].sha256}
             write_whole(str(self._beside("sources.json")), json.dumps(known))
 
     def _missing(self) -> set[str]:
-        """The wanted packages whose version or build the wheelhouse lacks."""
+        """The names of the packages in `wanted` whose version or build the wheelhouse lacks."""
         missing = set(self.wanted)
         for name, version in self.wanted.items():
             found = Version(self.kept[name].version) if name in self.kept else None
@@ -168,7 +174,11 @@ class Wheelhouse:
         return missing
 
     def _fetch(self, names: set[str], folder: Path) -> None:
-        """Download the wheels of these packages into a folder. torch must be asked for alone."""
+        """Download the wheels of the packages `names` into `folder`.
+
+        If torch is in `names`, it must be the only one, because it can come from another index. Raises
+        ValueError if the option offline forbids downloads, or if pip fails.
+        """
         if not names:
             return
         if self.p["offline"]:
@@ -195,9 +205,10 @@ class Wheelhouse:
                     raise
 
     def _follow_torch(self, scratch: Path) -> None:
-        """Take the CUDA packages that the wheel of torch names, if its CUDA version is not the locked one.
+        """Replace the CUDA packages in `wanted`, if the wheel of torch needs others than the locked ones.
 
-        Such a build pins the packages that it needs. Raises ValueError if it does not.
+        They are replaced by those that the wheel names. scratch: the folder of the new wheels. Raises
+        ValueError if neither the wheel nor constraints.txt pins a package that the wheel needs.
         """
         wheel = next(scratch.glob("torch-*"), None) or self.dest / self.kept["torch"].file
         with zipfile.ZipFile(wheel) as archive:
@@ -225,9 +236,10 @@ class Wheelhouse:
             raise ValueError(f"The project's wheel could not be built from {self.source}: {reason}")
 
     def _check(self, wheels: list[Wheel], old: list[Wheel]) -> None:
-        """Raise ValueError for a wheel that is not the committed one, or not the one downloaded first.
+        """Raise ValueError for a wheel whose sha256 is not a committed one, or not that of the old lock.
 
-        Collects the wheels without a committed hash in `unverified`.
+        A committed hash is one in hashes.txt. A wheel without one is added to `unverified`; if the option
+        require_hashes is set, it is an error. old: the wheels of the old lock.
         """
         wheels = [wheel for wheel in wheels if wheel.name != PROJECT]
         known = {wheel: self.hashes.get((wheel.name, Version(wheel.version))) for wheel in wheels}

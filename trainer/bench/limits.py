@@ -48,11 +48,11 @@ class StepOperations:
     """The operations of one rank in a step, from which the roofline limit follows.
 
     model_flops: FLOPs of forward and backward of the model.
-    muon_flops: FLOPs of Muon on the matrices of this owner rank by its definition: five Polar Express
-        iterations for each matrix. For long matrices in float32, Muon computes fewer FLOPs, because it
-        iterates on the smaller Gram matrix.
-    adamw_bytes: bytes that AdamW reads and writes if this rank updates all rows of all its parameters. With
-        sync=exact and sync=fast a rank updates only its own rows of embeddings, so its bytes are fewer.
+    muon_flops: FLOPs of five Polar Express iterations on each matrix that Muon updates on this rank. If a
+        matrix is at least twice as long as wide and its format is float32 or float64, Muon iterates on the
+        smaller Gram matrix and computes fewer FLOPs.
+    adamw_bytes: bytes that AdamW reads and writes if this rank updates all parameters that Muon does not
+        update. With sync=exact and sync=fast a rank updates only its own rows of embeddings: fewer bytes.
     """
 
     model_flops: int
@@ -99,7 +99,10 @@ def measure(dtype: torch.dtype, device: torch.device) -> Rates:
 
 
 def _copy_buffer(device: torch.device) -> torch.Tensor:
-    """COPY_BYTES of float32. On a CPU outside of malloc's heap, which would keep them beside the steps."""
+    """A float32 tensor of COPY_BYTES bytes.
+
+    On a CPU it is an anonymous mmap, because malloc could keep the freed memory during the next steps.
+    """
     if device.type == "cpu":
         return torch.frombuffer(mmap.mmap(-1, COPY_BYTES), dtype=torch.float32)
     return torch.empty(COPY_BYTES // 4, dtype=torch.float32, device=device)

@@ -110,8 +110,9 @@ def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
     counter of the interface), bandwidth (the effective bandwidth in bytes/s), and the seconds that the
     payload takes: reduce_seconds (computed from bandwidth), reduce_measured (measured), link_seconds
     (computed from the rate of the link).
-    If the single-host baseline was measured: ratio (to this baseline), bound (of this ratio), share_of_bound,
-    bound_by. If the case `ddp` was measured: over_ddp (factor over it).
+    If the single-host baseline was measured: ratio (to this baseline), baseline_share_of_limit (its
+    share_of_limit), bound (the upper bound of the ratio), share_of_bound, and bound_by ("the link" or "the
+    processor"). If the case `ddp` was measured: over_ddp (factor over it).
     """
     rows = []
     for name, result in results.items():
@@ -156,10 +157,12 @@ def _row(name: str, result: Result) -> Row:
 
 
 def _transfers(result: Result, link_mbit: float) -> Row:
-    """The bytes that the slowest rank sends in a step, and the seconds that they take.
+    """The part of a row of `compare` about transfers: the payload of a step, and the seconds that it takes.
 
-    reduce_measured: of an all-reduce of so many bytes, None in results of before it was measured.
-    reduce_seconds: computed for them from the effective bandwidth, link_seconds from the rate of the link.
+    payload: the most bytes that a rank sends in a step. reduce_measured: measured seconds of an all-reduce of
+    the payload; None in results of a release that did not measure it. reduce_seconds: computed from the
+    effective bandwidth. link_seconds: computed from the rate of the link; None if the rate is unknown or all
+    ranks are on one host.
     """
     ranks, suffix = result["ranks"], "_mean" if result["sync"] == "local" else ""
     payload = max(rank[f"counted{suffix}"] for rank in ranks)
@@ -179,7 +182,11 @@ def _transfers(result: Result, link_mbit: float) -> Row:
 
 
 def _against_baseline(row: Row, result: Result, singles: Sequence[Result]) -> Row:
-    """Ratio to the single-host baseline, and its bound as far as the measurements `singles` allow."""
+    """The part of a row of `compare` about the single-host baseline; {} if the baseline was not measured.
+
+    row: the row so far. result: the case of the row. singles: results of one process that are comparable with
+    `result`. The bound is missing if `singles` do not give the seconds of a step for the rows of each rank.
+    """
     ranks, length = result["ranks"], result["sequence_len"]
     tokens = result["tokens"] // (result["world_size"] if result["sync"] == "local" else 1)
     baseline = _baseline_seconds(singles, tokens, ranks[0]["host"])
@@ -256,12 +263,12 @@ def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
 
 
 def _rung(row: Row) -> tuple[bool, int, int]:
-    """The order of the first table: CPUs before GPUs, one host before several, few processes before many."""
+    """Sort key of the first table: CPUs before GPUs, one host before several, few processes before many."""
     return row["device"] != "cpu", len(row["hosts"]), row["ranks"]
 
 
 def _what(row: Row) -> str:
-    """What takes the steps: "2 processes on tower", "plain DDP on tower, laptop", "GPU of tower"."""
+    """The name of a case in the first table: "2 processes on tower", "plain DDP on tower, laptop"."""
     hosts = ", ".join(row["hosts"])
     if len(row["hosts"]) > 1:
         how = "plain DDP" if row["sync"] == DDP else row["sync"]
@@ -276,7 +283,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _predicted(row: Row) -> str:
-    """Text: the predicted seconds of a step and their deviation from the measured ones; "" without them."""
+    """Predicted seconds of a step and their deviation from the measured seconds, as text; "" if unknown."""
     seconds = row["predicted_seconds"]
     return f"{seconds:.2f} ({round(100 * (seconds / row['step_seconds'] - 1)):+d} %)" if seconds else ""
 

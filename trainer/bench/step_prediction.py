@@ -33,7 +33,7 @@ LEAST_TOKENS = 64  # of a sampled row
 
 @dataclass(frozen=True)
 class Operations:
-    """The amount of work behind each field of a Speed, with which its seconds are scaled to another model.
+    """The operations of a step, one field for each field of Speed. Measured seconds are scaled with them.
 
     row: FLOPs of forward and backward of one row. muon: FLOPs of Muon's updates. adamw: number of parameters
     that AdamW updates.
@@ -56,7 +56,7 @@ class Operations:
 
 
 def _build(shape: GPTConfig, device: str) -> tuple[GPT, MuonAdamW]:
-    """A model of this shape with its optimizer, whose rates do not matter. On "meta" it takes no memory."""
+    """A model of `shape` on `device`, and its optimizer with all rates 0. Device "meta" takes no memory."""
     with torch.device(device):
         model = GPT(shape)
         return model, build_optimizer(model, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -65,7 +65,8 @@ def _build(shape: GPTConfig, device: str) -> tuple[GPT, MuonAdamW]:
 def sampled_shape(shape: GPTConfig, flops_rate: float) -> GPTConfig:
     """The shape of a smaller model to time, with the width and vocabulary of `shape`.
 
-    flops_rate: the GEMM rate of this host in FLOP/s.
+    The context is halved until a row takes at most SAMPLED_SECONDS or has LEAST_TOKENS tokens. flops_rate:
+    the GEMM rate of this host in FLOP/s.
     """
     sampled = replace(shape, n_layer=min(SAMPLED_LAYERS, shape.n_layer))
     while sampled.sequence_len > LEAST_TOKENS:

@@ -123,7 +123,10 @@ class BenchTrainer(Trainer):
         super().train_step(step)
 
     def _mark_step(self, step: int) -> None:
-        """Measure what the figures of `step` are compared with, outside of the step."""
+        """Before `step`: mark its start, and measure the rates of the roofline limit outside of the step.
+
+        The rates are not measured before the first WARM_STEPS steps or while a transfer is in flight.
+        """
         if self.marks:
             self.ends.append(self._mark())
         if step >= WARM_STEPS and self.sync.is_idle():
@@ -143,10 +146,11 @@ class BenchTrainer(Trainer):
             self.group.all_reduce([torch.zeros(1)])  # all ranks continue at the same time
 
     def _measure_transfers(self) -> Result:
-        """Effective bandwidth of an all-reduce, and its seconds for the bytes of a step; None for one rank.
+        """Measure all-reduces while no rank computes. Returns three figures; they are None with one rank.
 
-        reduce_measured: of an all-reduce in which each rank sends as many bytes as the rank that sends most
-        in a step, while no rank computes. reduce_computed: by the cost model.
+        reduce_bandwidth: effective bandwidth in bytes/s. reduce_measured: seconds of an all-reduce in which
+        each rank sends as many bytes as the rank that sends most in a step. reduce_computed: these seconds as
+        the cost model predicts them.
         """
         if self.group.world_size == 1:
             return dict.fromkeys(("reduce_bandwidth", "reduce_measured", "reduce_computed"))
@@ -165,7 +169,10 @@ class BenchTrainer(Trainer):
             }
 
     def _seconds_of_all_reduce(self, sent: int) -> float:
-        """Measure an all-reduce in which every rank sends `sent` bytes, in pieces of PIECE_BYTES at most."""
+        """Measure the seconds of all-reduces in which each rank sends `sent` bytes in all.
+
+        Each all-reduce has at most PIECE_BYTES.
+        """
         n = self.group.world_size
         left = round(sent * n / (2 * (n - 1)) / 4)
         buffer = torch.zeros(min(left, PIECE_BYTES // 4))
@@ -189,7 +196,11 @@ class BenchTrainer(Trainer):
         return list(zip(self.marks, self.ends, strict=True))[WARM_STEPS:]
 
     def _peak_bytes(self) -> int:
-        """The most bytes of this process since `_forget_peak`; of the GPU if it computes on one."""
+        """The peak memory of this process in bytes.
+
+        On a GPU: the most GPU memory that torch has reserved so far. Else the most resident memory, on Linux
+        since the last `_forget_peak`.
+        """
         if self.setup.numerics.device.type == "cuda":
             return torch.cuda.max_memory_reserved()
         with contextlib.suppress(OSError, StopIteration):
@@ -198,12 +209,12 @@ class BenchTrainer(Trainer):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def _forget_peak(self) -> None:
-        """Reset the peak of this process: the measurements take memory, too. Linux only; not on a GPU."""
+        """Reset the peak resident memory, so that it excludes the measurements between steps. Linux only."""
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
     def _of_this_rank(self) -> Result:
-        """The figures of this rank but those of transfers alone."""
+        """The figures of this rank, without those of `_measure_transfers`."""
         rows = self.plan.shares[self.env.rank]
         names = [matrix.name for matrix in self.optimizer.muon_parameters()]
         owned = {name for name in names if self.sync.owner_of(name) in (None, self.env.rank)}

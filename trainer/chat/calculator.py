@@ -2,8 +2,8 @@
 
     calculate("12 * (3 + 4)") == "84"; calculate("'strawberry'.count('r')") == "3"; calculate("x") is None
 
-The text is parsed to a syntax tree, of which only the nodes below are computed. Nothing is evaluated as
-Python. The length of the text bounds depth and time.
+The text is parsed to a syntax tree. Only numbers, + - * / and .count() are computed; other nodes are refused.
+Nothing is evaluated as Python. The limit on the length of the text also limits depth and time.
 """
 
 from __future__ import annotations

@@ -212,12 +212,15 @@ class Engine:
         ]
 
     def _forward(self, rows: list[list[int]], cache: Cache) -> Tensor:
-        """The logits after the last token of each row: (B, V)."""
+        """The logits after the last token of each row: (B, V). rows: B lists of token ids, equally long."""
         out: Tensor = self.model(torch.tensor(rows, device=self.model.device), cache=cache, last_only=True)
         return out[:, -1]
 
     def _next(self, sequence: SequenceState, logits_V: Tensor) -> list[int]:
-        """Choose the next token of a sequence, forced or drawn; returns it, or nothing at the end."""
+        """Choose the next token: from the calculator's result if one is queued, else drawn from logits (V,).
+
+        Returns [token], or [] if the token ends the answer.
+        """
         token = sequence.forced.popleft() if sequence.forced else sequence.draw(logits_V)
         if token in self.stop:
             sequence.reason = "stop"
@@ -231,7 +234,7 @@ class Engine:
         return [token]
 
     def _follow_python(self, sequence: SequenceState, token: int) -> None:
-        """Collect the expression of a call of Python, and force its result after the end of the call."""
+        """Collect the tokens of a call of the calculator; at its end, queue the tokens of the result."""
         if self.tools is None or self.tools.python is None:
             return
         start, end = self.tools.python

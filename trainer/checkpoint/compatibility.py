@@ -20,8 +20,8 @@ DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # another release may name the s
 def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_id: str) -> None:
     """Raise ConfigError or DataError if imported weights do not fit the model or tokenizer of the run.
 
-    state: the imported checkpoint. model: the model of the run. hashes: hashes of the run's data, as in
-    Dataset. run_id: name of the run, for the message.
+    state: the imported checkpoint. model: the model of the run. hashes: {name: hash} of the run's data (see
+    `Dataset.hashes`). run_id: name of the run, for the message.
     """
     saved = state.meta["model_config"]
     differing = [
@@ -43,11 +43,11 @@ def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_
 
 
 def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
-    """Raise ConfigError or DataError if the checkpoint `state` is not one of this run.
+    """Raise ConfigError or DataError if the run cannot resume from the checkpoint `state`.
 
     The checkpoint must have the run_id, the settings of section `identity` and the data of the run. Its
-    run_id may differ if the checkpoint was imported, or if both names are default names. config, run_id:
-    settings and name of the run. hashes: hashes of the run's data, as in Dataset.
+    run_id may differ if the checkpoint was imported, or if both are default names such as d8-1a2b3c4d.
+    config, run_id: settings and name of the run. hashes: {name: hash} of its data (see `Dataset.hashes`).
     """
     started = str(state.meta.get("run_id", run_id))
     by_default = DEFAULT_NAME.fullmatch(started) and DEFAULT_NAME.fullmatch(run_id)

@@ -5,8 +5,8 @@
     copies.start(newest)                                  # on all ranks, after a step; a thread sends it
     copies.finish(newest)                                 # on all ranks, at the end of the run; not at a stop
 
-The setting checkpoint_copies is the number of hosts that keep each checkpoint: the coordinator, the host
-`prefers` if it takes part, and the next hosts in rank order. The first rank of each host receives the files.
+The setting checkpoint_copies is the number of hosts that keep each checkpoint: the host of rank 0, the host
+`prefers` if it has a rank, and the next hosts in rank order. The first rank of each host receives the files.
 If a copy fails, a warning is logged, and the run continues.
 """
 
@@ -76,9 +76,10 @@ class CheckpointCopies:
         self._skipped: str | None = None
 
     def is_due(self, newest: str | None) -> bool:
-        """On rank 0, whether to start a copy of the newest checkpoint; False on the other ranks.
+        """Whether to start a copy of the newest checkpoint now; always False on ranks other than 0.
 
-        newest: path of this checkpoint, relative to the run directory; None if there is no checkpoint.
+        False if this copy was started already, or if another copy is in progress. newest: path of the newest
+        checkpoint, relative to the run directory; None if there is no checkpoint.
         """
         if self._link is None or self._group.rank or newest in (None, self._last):
             return False
@@ -96,8 +97,8 @@ class CheckpointCopies:
     def start(self, newest: str | None) -> None:
         """Start to copy a checkpoint of rank 0 to the hosts that keep copies.
 
-        All ranks call it after the same step. newest: on rank 0, path of the checkpoint, as for `is_due`;
-        ignored on other ranks.
+        All ranks call it after the same step. newest: on rank 0, path of the checkpoint, relative to the run
+        directory; ignored on other ranks.
         """
         if self._link is None or not self._link.is_member:
             return
@@ -111,7 +112,7 @@ class CheckpointCopies:
         self._transfer = CheckpointTransfer(self._link, self._folder, path)
 
     def stop(self) -> None:
-        """Wait until a copy in progress has ended. Abandon the group first, which ends the copy."""
+        """Wait until a copy in progress has ended. Call `abandon` of the group first, which ends the copy."""
         if self._transfer is not None:
             self._transfer.wait()
             if self._group.rank == 0 and not self._transfer.lost:
@@ -120,9 +121,9 @@ class CheckpointCopies:
     def finish(self, newest: str | None) -> None:
         """Complete a copy in progress, then copy the newest checkpoint.
 
-        All ranks call it at the end of the run. newest: on rank 0, path of the checkpoint, as for `is_due`.
-        Waits for a copy at most as long as a link with SLOWEST_BYTES_A_SECOND needs, plus SETTLE_SECONDS. If
-        the copy is not complete by then, logs a warning.
+        All ranks call it at the end of the run. newest: path of the checkpoint, relative to the run
+        directory; ignored on ranks other than 0. A copy may take as long as a link with
+        SLOWEST_BYTES_A_SECOND needs, plus SETTLE_SECONDS. Then it is cancelled, and a warning is logged.
         """
         if not self._has_copies:
             return
@@ -164,7 +165,7 @@ class CheckpointCopies:
             self._log(f"warning: A copy of a checkpoint was not received: {self._transfer.lost}")
 
     def _report(self) -> None:
-        """Log the result of the transfer that has ended. After a lost connection, no copies are sent."""
+        """Log the result of the last transfer. If an error ended it, this attempt makes no more copies."""
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return
@@ -235,10 +236,11 @@ def fetch_newer(group: Collectives, folder: Path, run_id: str, config: RunConfig
 
 
 def _newest_verified(folder: Path, run_id: str | None, above: int, log: Log) -> tuple[int, list[Path]]:
-    """Find the newest undamaged checkpoint of a step above `above`.
+    """Find the newest undamaged checkpoint in `folder` whose step is above `above`.
 
-    run_id: name of the run, to leave out checkpoints of other runs; None: all count. Returns (its step, or -1
-    if there is none; the newer checkpoints, which are damaged).
+    run_id: name of the run whose checkpoints are considered; None: those of all runs. log: called with a
+    message for each damaged checkpoint. Returns (step of the checkpoint, paths of the newer, damaged
+    checkpoints). The step is -1 if there is no such checkpoint.
     """
     damaged: list[Path] = []
     for path in storage.checkpoints(folder):
@@ -261,7 +263,7 @@ def _newest_verified(folder: Path, run_id: str | None, above: int, log: Log) -> 
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint to damaged_step_NNNNNN."""
+    """Rename a damaged checkpoint to damaged_step_NNNNNN, unless that directory exists."""
     aside = path.with_name(f"damaged_{path.name}")
     if not aside.exists():
         path.rename(aside)

@@ -1,6 +1,7 @@
 """Transfer of checkpoint state between ranks: optimizer state to rank 0, and from rank 0 to other ranks.
 
-While it is sent, and in the state file of a rank, the optimizer state is flat: {"PARAMETER/STATE": tensor}.
+In a transfer, and in the state file of a rank, the optimizer state is a flat dict:
+{"PARAMETER/STATE": tensor}.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def gather_optimizer(
 ) -> dict[str, ParameterState]:
     """Gather the optimizer state of all owner ranks on rank 0: {parameter name: {state name: tensor}}.
 
-    All ranks call it. The result is complete on rank 0 only. group: the ranks. sync: the sync mode. Its own
-    state is included, with the prefix COMMON in each state name. optimizer: the optimizer of this rank.
+    All ranks call it. The result is complete on rank 0 only. group: the ranks. sync: the sync mode, whose own
+    state is included with the prefix COMMON in each state name. optimizer: the optimizer of this rank.
     room: called as room("PARAMETER/STATE", shape, dtype) for each state that is sharded by rows; returns the
     CPU tensor into which the rows are gathered, such as `CheckpointWriter.room`.
     """
@@ -181,8 +182,8 @@ def _scatter(
 ) -> Tensor | None:
     """Send a tensor of rank 0, or its rows, to the owner ranks; returns the part of this rank.
 
-    The part is empty for a rank that owns no rows of a sharded tensor; it is None for a rank that does not
-    own a whole one.
+    whole: the tensor on rank 0; None on the other ranks. dtype, shape: of this tensor. If it is sharded by
+    rows, the part of a rank without rows is empty. Otherwise the owner rank gets the tensor, the others None.
     """
     ranks = range(group.world_size)
     rows = [sync.owned_rows(name, rank) for rank in ranks] if sharded else []

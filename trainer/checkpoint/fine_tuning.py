@@ -37,11 +37,12 @@ def check_data(config: RunConfig, info: RowsInfo, data_dir: Path) -> None:
 def initial_state(path: Path | None, config: RunConfig, model: GPTConfig, hashes: Mapping[str, str]) -> State:
     """The state at step 0 of a run of stage sft: weights and optimizer state of another run's checkpoint.
 
-    path: the directory of the checkpoint. config, model: settings and model of this run. hashes: hashes of
-    this run's data, as in Dataset. Step, losses and sync state of the other run are left out. The optimizer
-    state is empty if the checkpoint has none, as after an import from nanochat. Raises ConfigError if `path`
-    is None, if the setting parent names another checkpoint, or if the checkpoint's model differs from `model`
-    in more than sequence_len. Raises DataError if the checkpoint has another tokenizer than the data.
+    path: the directory of the checkpoint. config, model: settings and model of this run. hashes: {name: hash}
+    of this run's data (see `Dataset.hashes`). Step, losses and sync state of the other run are left out. The
+    optimizer state is empty if the checkpoint has none, as after an import from nanochat. Raises ConfigError
+    if `path` is None, if the setting parent names another checkpoint, if the checkpoint cannot be loaded, or
+    if its model differs from `model` in more than sequence_len. Raises DataError if the checkpoint has
+    another tokenizer than the data.
     """
     if path is None:
         raise ConfigError(

@@ -34,7 +34,7 @@ def save_rank_states(
     keep: int,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Write the state of each rank to a file on the rank's host. A collective call.
+    """Write the state that differs between ranks to a file per rank, on the rank's host. A collective call.
 
     run_dir: the run directory. step: the step of the checkpoint. keep: number of checkpoints that are kept.
     log: called with a warning if the file of this rank cannot be written. Returns an entry for meta.json,

@@ -101,8 +101,8 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
     """Write `state` as the checkpoint of its step to `folder`; returns the path of the checkpoint.
 
     tokenizer_dir: folder of tokenizer.json, which is copied. keep: number of newest checkpoints that stay;
-    older ones are deleted afterwards, except the result of `best`. Raises OSError if the checkpoint cannot be
-    written; earlier checkpoints are then unchanged.
+    older ones are deleted afterwards, except the checkpoint with the lowest validation bits per byte. Raises
+    OSError if the checkpoint cannot be written; earlier checkpoints are then unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
@@ -215,7 +215,9 @@ def read_meta(
 ) -> dict[str, Any]:
     """The content of meta.json of the checkpoint at `path`, with settings migrated to this release.
 
-    files: the files of the checkpoint whose sha256 is verified. log, exceptions: as for `load`.
+    files: the files of the checkpoint whose sha256 is verified. log: called with a message if the checkpoint
+    has settings that this release lacks. Raises DamagedCheckpointError, which names the file, if a file is
+    damaged or missing; ConfigError if the checkpoint cannot be read for another reason.
     """
     if not path.is_dir():
         raise ConfigError(f"There is no checkpoint directory {path}.")
@@ -265,7 +267,10 @@ def _settings(
 
 @contextlib.contextmanager
 def _loading(path: Path) -> Iterator[None]:
-    """Context for reading `path`: DamagedCheckpointError if it is damaged or missing, else ConfigError."""
+    """Context manager that converts errors of reading the file `path`.
+
+    A damaged or missing file: DamagedCheckpointError. Another OSError, or too little memory: ConfigError.
+    """
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
@@ -284,7 +289,11 @@ def _loading(path: Path) -> Iterator[None]:
 
 
 def load_model(path: Path) -> tuple[GPT, Tokenizer]:
-    """Load model and tokenizer of the checkpoint at `path`; the model is in evaluation mode."""
+    """Load model and tokenizer of the checkpoint at `path`; the model is in evaluation mode.
+
+    Raises DamagedCheckpointError if a file is damaged or missing, ConfigError if the model cannot be loaded
+    for another reason.
+    """
     meta = read_meta(path, MODEL_FILES)
     file = model_file(path, meta)
     weights = read_tensors(file)
@@ -320,7 +329,7 @@ def remove(path: Path) -> None:
 
 
 def _without_buffer(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor without a larger buffer behind it, which torch.save would write too."""
+    """`tensor` as a contiguous CPU tensor with a storage of its size: torch.save writes the whole storage."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

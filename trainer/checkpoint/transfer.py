@@ -116,7 +116,10 @@ class CheckpointTransfer:
         }
 
     def _send_file(self, file: IO[bytes]) -> str:
-        """Send an open file; returns a problem. After a read error, zeros follow, which no receiver takes."""
+        """Send an open file; returns a sentence on a read error, "" for none.
+
+        After a read error, zeros are sent, so that receivers reject the checkpoint as damaged.
+        """
         left, problem = os.fstat(file.fileno()).st_size, ""
         while left > 0:
             chunk = torch.zeros(min(left, CHUNK_BYTES), dtype=torch.uint8)
@@ -152,7 +155,11 @@ class CheckpointTransfer:
         self._gather_problems(problem)
 
     def _receive_files(self, target: Path, files: list[tuple[str, int]], discard: bool) -> str:
-        """Receive the files of a checkpoint; returns a problem, or "". All bytes are received in any case."""
+        """Receive the files of a checkpoint; returns a sentence on a problem, or "".
+
+        target: the directory to write. files: (name, bytes) of each file. discard: whether to write nothing.
+        All bytes are received in any case.
+        """
         temporary = target.with_name(f".{target.name}.copy")
         problem = "" if discard else self._make_room(temporary)
         writes = not discard and not problem
@@ -172,7 +179,10 @@ class CheckpointTransfer:
         return problem
 
     def _make_room(self, temporary: Path) -> str:
-        """Create the temporary directory, and delete older copies if the disk is short; returns a problem."""
+        """Create the directory `temporary`; returns a sentence on a problem, or "".
+
+        If the disk has too little room, all checkpoints except the newest one are deleted.
+        """
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / "tokenizer").mkdir(parents=True)
@@ -188,7 +198,7 @@ class CheckpointTransfer:
         return ""
 
     def _receive_file(self, path: Path, size: int, writes: bool) -> str:
-        """Receive a file of `size` bytes into `path`, or discard it; returns a problem."""
+        """Receive a file of `size` bytes, and write it to `path` if `writes`; returns a problem, or ""."""
         problem, file = "", None
         try:
             file = open(path, "wb") if writes else None  # noqa: SIM115 - closed below
@@ -215,7 +225,7 @@ class CheckpointTransfer:
     # -- messages --------------------------------------------------------------------------------------
 
     def _exchange_header(self, header: dict[str, Any] | None) -> dict[str, Any]:
-        """Broadcast the header of the source; the receivers pass None."""
+        """Broadcast the header of the source, and return it; the receivers pass None."""
         text = b"" if header is None else json.dumps(header).encode()
         size = torch.tensor([len(text)])
         self._link.broadcast(size)
@@ -253,7 +263,10 @@ def _read_into(file: IO[bytes], chunk: Tensor) -> None:
 
 
 def _has(target: Path, files: list[tuple[str, int]], meta_sha256: str) -> bool:
-    """Whether `target` is the same checkpoint: the same meta.json, which has the sha256 of its files."""
+    """Whether the directory `target` has the checkpoint already: the same meta.json, and files of equal size.
+
+    files: (name, bytes) of each file. meta_sha256: the sha256 of meta.json.
+    """
     try:
         same = hashlib.sha256((target / "meta.json").read_bytes()).hexdigest() == meta_sha256
         return same and all((target / name).stat().st_size == size for name, size in files)
@@ -266,7 +279,11 @@ def _bits_per_byte(path: Path) -> float:
 
 
 def _prune(folder: Path, kept: set[str], best: float | None) -> None:
-    """Delete the checkpoints in `folder` that the source does not keep, but none better than its best."""
+    """Delete the checkpoints in `folder` whose names are not in `kept`.
+
+    best: the lowest validation bits per byte on the source; None if the source has no value. The checkpoint
+    with the lowest value in `folder` stays if this value is below `best`, or if `best` is None.
+    """
     own = storage.best(folder)
     spared = own is not None and (best is None or _bits_per_byte(own) < best)
     for old in storage.checkpoints(folder):

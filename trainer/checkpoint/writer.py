@@ -9,7 +9,7 @@ writer.wait()                   # until the checkpoint is written, at most as lo
 A full disk does not end a run: older checkpoints are deleted. If that is not enough, a warning is logged, the
 run continues, and the write is retried later. The last checkpoint waits for room for some minutes.
 
-Each checkpoint has its own thread, so that any thread that ends the process can wait for it.
+Each checkpoint has its own thread, so that any thread that ends the process can wait for the write.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class CheckpointWriter:
     def save_later(self, step: int, size: int, make: Callable[[], State]) -> None:
         """Start to write the state that `make` returns, after the previous write; `make` runs in the thread.
 
-        step: that of the state. size: bytes of its tensors. Nobody may change these until they are written.
+        step: the step of the state. size: bytes of its tensors, which must not change until they are written.
         If the previous write does not end in time, nothing is written (see `wait`).
         """
         if self.wait():
@@ -211,7 +211,7 @@ class CheckpointWriter:
         return copies
 
     def _room(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The copy of the tensor `path`, from the checkpoint before; a new one if it has another shape."""
+        """The buffer for a copy of the tensor `path`. It is reused as long as the shape stays the same."""
         if path not in self._copies or self._copies[path].shape != shape:
             self._copies[path] = torch.empty(shape, dtype=dtype)
         return self._copies[path]

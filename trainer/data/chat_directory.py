@@ -52,7 +52,7 @@ def prepare_conversations(
     skip_bad: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Prepared:
-    """Make the data directory `out` from the conversations of `sources`.
+    """Make the data directory `out` from the conversations of `sources`; returns its figures.
 
     tokenizer: the folder with the tokenizer of the model to fine-tune. validation: files or folders whose
     conversations are used for validation only. If it is empty, a random part `val_fraction` of all
@@ -109,7 +109,9 @@ def _split(
 ) -> tuple[list[bytes], list[bytes]]:
     """The conversations for training, weighted and shuffled, and those for validation.
 
-    read: of each file; the files after those of `weights` are for validation.
+    read: the conversations of each file. weights: the weights of the files for training; the files after
+    these are for validation. If there are no files after these, a random part `val_fraction` of all
+    conversations is used for validation. Raises DataError if no conversation is left for one of the two.
     """
     files, val = (
         [list(each) for each in read[: len(weights)]],
@@ -139,7 +141,10 @@ def _split(
 
 
 def _write(train: list[bytes], val: list[bytes], folder: Path, shard_bytes: int) -> list[Entry]:
-    """Write shards of about `shard_bytes` for training, then one for validation; their manifest entries."""
+    """Write shards for training, then one for validation, to `folder`; returns their manifest entries.
+
+    shard_bytes: the approximate size of the text of a training shard in bytes.
+    """
     entries: list[Entry] = []
     with Progress("writing shards", sum(map(len, train)) + sum(map(len, val))) as progress:
         for number, texts in enumerate([*_groups(train, shard_bytes), val]):

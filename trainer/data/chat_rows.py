@@ -4,9 +4,9 @@
 
 The bit TRAINED of a token (loader.py) marks that the model is trained to predict this token.
 
-The rows are packed once and then drawn by the sampler of loader.py, as rows of documents are: the global
-batch of a step stays a function of seed and step alone. nanochat uses the same algorithm while it trains, on
-a list that it repeats, so its order of conversations differs.
+The rows are packed once and then selected by loader.py, as rows of documents are: the global batch of a step
+is a function of seed and step alone. nanochat packs with the same algorithm during training, from a list of
+conversations that it repeats, so its order of conversations differs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes documents as shards (shuffled, in zstd parquet files), and reads the manifest of a data directory.
 
-The last shard is for validation. The documents are shuffled on disk (spool.py), so memory does not grow with
-the text, only with the number of files (about 300 bytes each).
+The last shard is for validation. The documents are shuffled on disk (spool.py), so memory grows little: by
+about 300 bytes per file and 2 bytes per document.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ class _Reading:
     def part(self, n_bytes: int) -> int:
         """Count `n_bytes` of text as progress; returns the bytes on disk to report for them.
 
-        All results together are at most the size of the file: a compressed file has more text than that.
+        The sum of all results is at most the size of the file, even if its text is compressed and larger.
         """
         part = min(n_bytes, self.left)
         self.left -= part
@@ -223,8 +223,8 @@ def build_shards(
 def source_digest(files: Sequence[SourceFile], *arguments: object) -> str:
     """The sha256, 64 hex digits, of the names, sizes and modification times of `files`, and of `arguments`.
 
-    `arguments` are what else determines the shards, such as options. If the digest in the manifest is the
-    same, `prepare` keeps the shards whose files still have their sizes.
+    arguments: other values that determine the shards, such as options. If the manifest has the same digest,
+    and all shard files have the sizes in the manifest, `prepare` keeps the shards.
     """
     digest = hashlib.sha256(repr(arguments).encode())
     for file in files:

@@ -46,7 +46,7 @@ class Prepared:
     val_bytes: the size of the text in the validation shard in bytes.
     vocab_size: the number of tokens of the tokenizer.
     reused: "" if shards and tokenizer are new, "shards" if the shards were kept, "all" if both were kept.
-    skipped: {reason: number of files}.
+    skipped: {reason: number of skipped files}; for conversations {"bad lines": number of skipped lines}.
     seconds: {step of the preparation, or "all": seconds}.
     """
 
@@ -83,11 +83,12 @@ def prepare_corpus(
     seed: int = SEED,
     tokenizer: Path | None = None,
 ) -> Prepared:
-    """Make the data directory `out` from the text in `sources`: shuffled shards and a tokenizer.
+    """Make the data directory `out`, shards and a tokenizer, from the text in `sources`; returns its figures.
 
-    `max_bytes` limits the text (0: no limit); shards have about `shard_bytes` of text. `tokenizer` is the
-    folder of an existing tokenizer; if it is None, a tokenizer of `vocab_size` tokens is trained. Raises
-    DataError if a source or the tokenizer cannot be used, or if there is too little text.
+    sources: files and folders. max_bytes: the limit of the text in bytes; 0: no limit. shard_bytes: the
+    approximate size of the text of a shard in bytes. seed: determines the order of the documents. tokenizer:
+    the folder of an existing tokenizer; None: a tokenizer of `vocab_size` tokens is trained. Raises DataError
+    if a source or the tokenizer cannot be used, or if there is too little text.
     """
     clock = Clock()
     out = out.resolve()
@@ -207,8 +208,9 @@ def make_directory(
         files exist and have their sizes.
     make: writes the shards to a folder; returns (manifest entries, number of skipped files by reason).
     vocab_size: the number of tokens of a tokenizer to train.
-    tokenizer_dir: the folder of an existing tokenizer to copy; None: a tokenizer is trained. The tokenizer in
-        `out` is kept if it is undamaged and is this one or, with None, has `vocab_size` tokens.
+    tokenizer_dir: the folder of an existing tokenizer to copy; None: a tokenizer is trained. If the
+        shards are kept, an undamaged tokenizer in `out` is kept too, if it equals the existing tokenizer or,
+        with None, was made for `vocab_size` tokens.
     clock: records the seconds of each part of the preparation.
     notes: more entries for the manifest.
     """

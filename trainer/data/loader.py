@@ -184,7 +184,7 @@ def active_rows(rows: NDArray[Any], shares: Sequence[int]) -> list[NDArray[np.in
 
 
 def equal_split(rows: int, world_size: int) -> list[int]:
-    """Rows per rank if a number of `rows` is split equally over `world_size` ranks.
+    """Split the number `rows` equally over `world_size` ranks; returns the rows per rank, in rank order.
 
     If there is a remainder, the first ranks have one row more.
     """
@@ -193,7 +193,7 @@ def equal_split(rows: int, world_size: int) -> list[int]:
 
 
 def proportional_split(shares: Sequence[int], rows: int) -> list[int]:
-    """Rows per rank if a number of `rows` is split in the proportions of `shares`, in rank order.
+    """Split the number `rows` in the proportions of `shares`; returns the rows per rank, in rank order.
 
     If the shares differ by at most 1, the result is that of `equal_split`. Otherwise the exact parts are
     rounded down, and the ranks with the largest fractional parts get the remaining rows, one row each.

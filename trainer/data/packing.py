@@ -64,8 +64,9 @@ class Buffer:
 def fill_rows(documents: Iterator[NDArray[Any]], row_tokens: int, bos_id: int) -> Iterator[NDArray[Any]]:
     """Pack `documents`, arrays of token ids that start with `bos_id`, into rows of `row_tokens` tokens.
 
-    Modifies the documents: where a document is cut, `bos_id` overwrites the last token that is already in the
-    row, so that the rest starts with `bos_id` too.
+    The tokens of a last row that cannot be filled are dropped. Modifies the documents: where a document is
+    cut, `bos_id` overwrites the last token that is already in the row, so that the rest starts with `bos_id`
+    too.
     """
     buffer = Buffer()
     exhausted = False

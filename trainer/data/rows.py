@@ -121,7 +121,7 @@ def rows_digest(manifest: dict[str, Any], tokenizer_sha256: str, sequence_len: i
 
 
 def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
-    """Find the rows of `data_dir` for T = `sequence_len`, or pack them if they are missing or damaged.
+    """Find the rows of `sequence_len` + 1 tokens in `data_dir`; pack them if they are missing or damaged.
 
     Several processes of a host may call this function at once: one process packs, the others wait and use
     the same files. `threads` threads encode documents (0: one per usable core); the rows do not depend on
@@ -174,8 +174,8 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
 def _remove_stale(rows: Path, manifest: dict[str, Any], tokenizer_sha256: str) -> None:
     """Delete the folders in `rows` that belong to other shards or another tokenizer, or that are damaged.
 
-    Rows of other sequence lengths stay. A run that has deleted files memory-mapped can read them until it
-    ends.
+    Rows of other sequence lengths stay. A process that has memory-mapped a file can still read it after the
+    deletion.
     """
     for folder in rows.glob("[!.]*"):
         try:

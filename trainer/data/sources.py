@@ -1,7 +1,7 @@
 """Finds text files under given folders and reads the documents in them.
 
-A text file is one document, or several if it is long. A parquet file has such a document in each value of the
-column `text`. Manual pages are rendered by mandoc, or skipped if mandoc is not installed. Hidden files and
+A text file, or a value of the column `text` of a parquet file, is one document, or several documents if it is
+long. Manual pages are rendered by mandoc, or skipped if mandoc is not installed. Hidden files and
 symlinks are ignored. Files that are not UTF-8 text are skipped and counted.
 """
 
@@ -167,7 +167,8 @@ def _without_markup(path: Path, text: str) -> str:
 def _text_blocks(path: Path) -> Iterator[str]:
     """Yield the text of a file (.gz too) in blocks of whole lines, to limit the memory used.
 
-    Raises SkippedFileError for a binary file, UnicodeDecodeError if it is not UTF-8, OSError.
+    Raises SkippedFileError for a binary file, UnicodeDecodeError if the file is not UTF-8, OSError if it
+    cannot be read; also EOFError or zlib.error for a damaged .gz file.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     carry = ""

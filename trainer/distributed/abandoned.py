@@ -44,8 +44,8 @@ def drop(
     """Drop process groups with their threads and sockets, and shut down the connections that are left.
 
     The connections are shut down after GRACE_SECONDS. groups: torch's handles of the process groups.
-    in_flight: {id: (torch's handle of a collective, its tensors)}. Both keep their contents until no
-    collective is in flight, and are then cleared. sockets: inode numbers of the groups' sockets (see
+    in_flight: {id: (torch's handle of a collective, its tensors)}. `groups` and `in_flight` are cleared when
+    no collective is in flight any more. sockets: inode numbers of the groups' sockets (see
     `watched_sockets`). store_port: port of the rendezvous store, whose connections stay open.
     """
     ending = threading.Thread(target=_clear, args=(groups, in_flight), name="abandoned group", daemon=True)
@@ -58,7 +58,10 @@ def drop(
 
 
 def _clear(groups: list[Any], in_flight: dict[int, tuple[Any, Any]]) -> None:
-    """Wait until no collective is in flight, and clear both. The destructor of a group waits for its rest."""
+    """Wait until no collective is in flight, then clear `in_flight` and `groups`.
+
+    Clearing `groups` runs the destructors of the process groups, which wait for their threads.
+    """
     while not all(work.is_completed() for work, _ in in_flight.values()):
         time.sleep(POLL_SECONDS)
     in_flight.clear()
@@ -90,7 +93,10 @@ def _shut_down_connection(descriptor: int, store_port: int) -> None:
 
 
 def _descriptors() -> Iterator[tuple[int, str]]:
-    """Yield (file descriptor, what it refers to) for each one of this process; nothing without /proc."""
+    """Yield (number, target of the link in /proc/self/fd) of each file descriptor of this process.
+
+    Yields nothing on a system without /proc.
+    """
     for path in Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):
             yield int(path.name), os.readlink(path)

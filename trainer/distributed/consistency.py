@@ -1,7 +1,7 @@
 """The check before step 0 that all ranks train the same run.
 
 The ranks exchange records of their settings, versions and data over the rendezvous store, and compare them.
-No collective is started before this check, so ranks that differ can end with a table of fields and hosts.
+No collective is started before this check, so ranks that differ can end with a table of the differing fields.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Fields = dict[str, str]
 class Record:
     """What one rank reports about itself before step 0, to be compared with the other ranks.
 
-    rank, host, address: of the rank.
+    rank, host, address: number of the rank, name and IP address of its host.
     compared: {name: text} of what must be equal on all ranks: settings, versions, hashes of code and data.
     shown: {name: text} of what may differ and is only printed, such as the network interface.
     problem: why the rank cannot train, a sentence; "" if it can.
@@ -77,9 +77,9 @@ def make_record(
 ) -> Record:
     """The record of this rank: settings, versions, hashes of code and data, and facts of the host.
 
-    env, run_file: of this rank.
+    env, run_file: environment and run file (settings and hosts of the run) of this rank.
     options: the devices on which this rank can compute; None if they are unknown.
-    rows: the packed rows of this rank; None if it has none.
+    rows: the packed training data of this rank; None if it has none.
     hashes: {name: digest} of the data of this rank; None if it has no data.
     problem: why this rank cannot train, a sentence; "" if it can.
     endpoint: address of the health endpoint of this rank; "" if it has none.
@@ -118,10 +118,10 @@ def check_consistency(
     """Exchange the records of all ranks and compare them; returns the records in rank order.
 
     store: the rendezvous store; None with one rank. mine: the record of this rank. world_size: number of
-    ranks. arrival_seconds: time in which all ranks must arrive. is_alive: returns whether a rank is running;
-    while all missing ranks are running, they have LOADING_SECONDS more. Raises Final on every rank if a rank
-    cannot train, if records differ, or if `check_layout` does; Retryable if a rank does not arrive or the
-    store is lost.
+    ranks. arrival_seconds: time in which all ranks must write their records. is_alive: returns whether a rank
+    is running; while all missing ranks are running, they have LOADING_SECONDS more. Raises Final on every
+    rank if a rank cannot train, if compared fields differ, or if `check_layout` raises Final. Raises
+    Retryable if a record is missing or the store is lost.
     """
     records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds, is_alive)
     if len({record.problem for record in records}) > 1:

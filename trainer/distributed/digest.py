@@ -89,9 +89,9 @@ class ParameterCheck:
     def __call__(self, step: int) -> str:
         """Compare the parameters of all ranks after `step`, once per step.
 
-        Returns a sentence on the ranks that were wrong in an earlier attempt, if its parameters differed
-        after this step; else "". Raises Final on every rank, naming the faulty ranks, if any bit of a
-        parameter differs between ranks.
+        Returns a sentence on the ranks that were wrong in an earlier attempt, if the parameters of that
+        attempt differed after this step; else "". Raises Final on every rank, naming the ranks that differ,
+        if any bit of a parameter differs between ranks.
         """
         if self._group.world_size == 1 or step == self._compared_at:
             return ""
@@ -134,7 +134,10 @@ class ParameterCheck:
         return " ".join(sentences)
 
     def _compare_with_recorded(self, digests: dict[str, int]) -> str:
-        """A sentence on the ranks whose recorded digests differ from `digests`, equal on all ranks."""
+        """A sentence on the ranks whose digests of an earlier attempt differ from those of this attempt.
+
+        digests: {parameter name: digest} of this attempt, equal on all ranks. Deletes the file of digests.
+        """
         self._path.unlink(missing_ok=True)
         changed = [name for name, digest in digests.items() if self._recorded.get(name) != digest]
         found = [json.loads(raw) for raw in self._group.gather_bytes(json.dumps(changed).encode())]

@@ -2,7 +2,7 @@
 
 Tensors on a CPU go over Gloo, those on a GPU over NCCL.
 
-A failed collective means that a peer is gone or unreachable; PeerLost is raised, which names the peer.
+A collective that fails raises PeerLost, which names the peer that is gone or unreachable.
 Bytes are counted as Gloo's algorithms send them: a ring for all-reduce and all-gather, a binomial tree for
 broadcast, and each piece of an exchange once.
 """
@@ -75,8 +75,8 @@ class Collectives:
 
     rank: the number of this rank. world_size: the number of ranks. peers: all ranks, in rank order.
     owner_speeds: relative speed of each rank, by which matrices are assigned to owner ranks; empty: equal.
-    places, n_places: the place of each rank among the n_places ranks of the run. In an elastic run a rank
-        keeps it when others are lost.
+    places: by rank, the number that the rank had when it started. In an elastic run a rank keeps this number
+        when other ranks are lost or join. n_places: an upper bound; each place is lower.
     bytes_sent: the number of bytes that this rank has sent so far.
     is_waiting: whether the main thread waits in a collective.
     interruption: function that returns the reason to stop waiting for other ranks, or "" if there is none;
@@ -119,7 +119,7 @@ class Collectives:
         one rank. device: the device of the tensors to reduce; for a GPU, NCCL connects too, with a time-out
         of a minute. name: the prefix of the group's keys in `store`, different for each group. timeout: Gloo
         gives up connecting after five times this time. Raises PeerLost if a rank cannot be connected.
-        The variables NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME select the network interface.
+        The environment variables NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME select the network interface.
         """
         group = cls(env, peers)
         group.connect(store, device, name, timeout)
@@ -132,7 +132,7 @@ class Collectives:
         name: str = "gloo",
         timeout: timedelta = FIRST_TIMEOUT,
     ) -> None:
-        """Start the process group, as `open` does. After PeerLost, `abandon` ends what has been connected."""
+        """Start the process group, as `open` does. If it raises PeerLost, `abandon` ends the connections."""
         self._timeout = timeout
         if self.world_size == 1:
             return
@@ -158,12 +158,12 @@ class Collectives:
         self.set_timeout(UNMEASURED_TIMEOUT)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of all collectives, with a private function of torch, which has no public one."""
+        """Set the time-out of the collectives of this group. torch has only a private function for this."""
         if self.world_size > 1:
             dist.distributed_c10d._set_pg_timeout(timeout)
 
     def close(self) -> None:
-        """Wait for all ranks, then end the process group, so that no rank takes this for a lost peer."""
+        """Wait until all ranks call this, then end the process group, so that no rank reports a lost peer."""
         if self.world_size > 1 and dist.is_initialized():
             with self._peer_errors():
                 dist.all_reduce(torch.zeros(1))  # a barrier, over Gloo on a GPU too
@@ -174,7 +174,7 @@ class Collectives:
 
         If another thread waits for a collective, its wait ends with PeerLost. Collectives in flight may still
         write into their tensors, and the destructor of a process group would wait for them. So a background
-        thread holds groups and tensors until these collectives have ended, and ends them (see abandoned.py).
+        thread keeps the groups and tensors until these collectives have ended (see abandoned.py).
         """
         with self._starting:
             self._is_abandoned = True
@@ -301,9 +301,9 @@ class Collectives:
         return finish
 
     def start_on_other(self, start: Callable[[], Any]) -> Any:
-        """Return the result of `start`, which starts a collective of another process group of these ranks.
+        """Call `start`, which starts a collective of another process group of these ranks.
 
-        Raises PeerLost if this group was abandoned, and with it the others.
+        Returns the result of `start`. Raises PeerLost if this group was abandoned, and with it the others.
         """
         with self._starting:
             if self._is_abandoned:
@@ -313,8 +313,8 @@ class Collectives:
     def finish(self, work: Any, tensors: Any) -> None:
         """Wait for `work`, torch's handle of a started collective that reads or writes `tensors`.
 
-        Raises PeerLost as soon as `interruption` returns a reason. The collective then continues, and
-        `tensors` are kept for it.
+        Raises RuntimeError if the collective fails, and PeerLost as soon as `interruption` returns a reason.
+        After PeerLost the collective continues, and this object keeps `tensors` for it.
         """
         self._in_flight[id(work)] = work, tensors
         if self.interruption is None:
@@ -324,7 +324,10 @@ class Collectives:
         self._in_flight.pop(id(work), None)
 
     def _wait_in_slices(self, work: Any) -> None:
-        """Wait for a work of Gloo. A wait with a time-out leaves the work as it is when it ends."""
+        """Wait for a Gloo collective, WAIT_SLICE at a time; a wait that times out does not end it.
+
+        work: torch's handle of the collective. Errors: as for `finish`.
+        """
         while True:
             try:
                 work.wait(WAIT_SLICE)
@@ -382,9 +385,10 @@ class Collectives:
         return _transfer(tensors, lambda flat: self.broadcast_owned({0: flat}))
 
     def send_to_coordinator(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
-        """Send the tensors of rank `owner` to rank 0, which returns them on the CPU; other ranks return {}.
+        """Send the tensors of rank `owner` to rank 0. All ranks call it.
 
-        All ranks call it. tensors: {name: tensor}; those of ranks other than the owner are ignored.
+        tensors: {name: tensor}; those of ranks other than the owner are ignored. Rank 0 returns the tensors:
+        on the CPU, or unchanged if rank 0 is the owner. Other ranks return {}.
         """
         if owner == 0:
             return dict(tensors) if self.rank == 0 else {}
@@ -424,7 +428,7 @@ class Collectives:
         return result.view(tensor.shape)
 
     def open_channel(self, name: str) -> Channel:
-        """Connect the ranks a second time, for use by another thread. All ranks call it.
+        """Connect the ranks a second time; returns the channel, for use by another thread. All ranks call it.
 
         name: a name for the new process group, equal on all ranks. Raises PeerLost if a rank cannot be
         connected.
@@ -437,9 +441,9 @@ class Collectives:
     def connect_again(self, name: str, ranks: Sequence[int] | None = None) -> Any:
         """Open another process group beside this one; returns torch's handle of it. All ranks call it.
 
-        name: its description. ranks: the ranks of the new group; None: all. Connecting has the time-out of
-        the first connection. Collectives of the new group have UNMEASURED_TIMEOUT. Raises RuntimeError if a
-        rank cannot be connected.
+        name: description of the new group. ranks: the ranks of the new group; None: all. Connecting has the
+        time-out of the first connection. Collectives of the new group have UNMEASURED_TIMEOUT. Raises
+        PeerLost if a rank is lost before it connects, RuntimeError if it cannot be connected.
         """
         # A rank that is lost earlier ends the wait for this at once, but that for the connection only late.
         self.gather_int64(torch.tensor([0]))
@@ -495,8 +499,8 @@ class Channel:
     ) -> Tensor:
         """Exchange pieces as `Collectives.start_exchange` does, and wait; returns the flat tensor received.
 
-        out: the flat tensor to receive into, of that length; None: a new one. Raises PeerLost if the exchange
-        fails; `out` must then not be used again.
+        out: the flat tensor to receive into, of sum(receives) values; None: a new one. Raises PeerLost if the
+        exchange fails; `out` must then not be used again.
         """
         received = tensor.new_empty(sum(receives)) if out is None else out
         if self._process_group is None:

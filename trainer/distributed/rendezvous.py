@@ -1,6 +1,7 @@
 """The rendezvous store, through which ranks find each other before any collective.
 
-The agent of torchrun on the coordinator owns the store if `RankEnv.agent_store` is true, otherwise rank 0.
+The server of the store runs in torchrun's agent on the host of rank 0 if `RankEnv.agent_store` is true,
+otherwise in rank 0.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def prefix_of(env: RankEnv) -> str:
 def open_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_SECONDS) -> dist.Store:
     """Connect to the rendezvous store; returns it. Its keys get the prefix of this attempt.
 
-    env: has the address of the store. is_master: whether this process opens and owns the store. seconds: the
-    longest wait. Raises RuntimeError or ValueError if the store does not answer in time.
+    env: has the address of the store. is_master: whether this process runs the server of the store. seconds:
+    the longest wait. Raises RuntimeError or ValueError if the store does not answer in time.
     """
     return dist.PrefixStore(prefix_of(env), open_tcp_store(env, is_master, seconds))
 
@@ -48,7 +49,7 @@ def open_tcp_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_
 def no_store(env: RankEnv, seconds: float, error: Exception) -> Retryable:
     """The exception for a rank that could not connect to the rendezvous store within `seconds`.
 
-    env: has the address of the store. error: of the failed connection.
+    env: has the address of the store. error: the exception that the connection raised.
     """
     cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return Retryable(
@@ -80,9 +81,9 @@ def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist
 
 
 def wait_for_keys(store: dist.Store, keys: dict[int, str], seconds: float) -> list[int]:
-    """Wait until each rank has set its key; returns the ranks that have not after `seconds`.
+    """Wait until each rank has set its key in `store`; returns the ranks without a key after `seconds`.
 
-    store: has the keys. keys: {rank: its key}.
+    keys: {rank: name of its key}. The returned ranks are ascending; [] if all keys are set.
     """
     deadline = time.monotonic() + seconds
     missing = sorted(keys)

@@ -2,7 +2,7 @@
 
     step_sync = StepSync(group, rows_per_step)
     pending = step_sync.start(StepReport(loss_sum, seconds, rows, stop=True))
-    summary = step_sync.finish(pending)       # losses summed, seconds of each rank, requests of rank 0
+    summary = step_sync.finish(pending)       # losses summed, seconds of each rank, requests of any rank
 
 The reduced tensor holds tables with one element per rank. Each rank sets its own element and leaves the
 others 0, so their sum is the table. Values that only rank 0 sets are 0 on the other ranks.
@@ -98,7 +98,7 @@ class StepSync:
     def finish(self, started: tuple[Tensor, Pending]) -> StepSummary:
         """Wait for the all-reduce; returns the summary. started: the result of `start`.
 
-        Raises Final if the rows of all ranks do not add up to a step.
+        Raises Final if the reported rows of all ranks do not add up to `rows_per_step`.
         """
         shared, pending = started
         self._group.wait([pending])

@@ -1,10 +1,10 @@
-"""A process group of some ranks, with connections of its own, for a thread beside the training.
+"""A process group of some ranks, with its own connections, for a thread other than the training loop.
 
     link = Subgroup.open(group, "checkpoint copies", members=[0, 2], source=0)    # all ranks call it
     link.broadcast(tensor)                                                        # only members call it
 
 All members call the collectives in the same order. The subgroup uses Gloo, also in a run on GPUs. If a member
-does not call a collective, it fails on the other members after UNMEASURED_TIMEOUT (10 minutes).
+does not call a collective, the collective fails on the other members after UNMEASURED_TIMEOUT (10 minutes).
 """
 
 from __future__ import annotations

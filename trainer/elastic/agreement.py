@@ -1,17 +1,18 @@
 """How the ranks of a run agree on its members: the coordinator proposes them, the other ranks accept.
 
-Only the coordinator, which is rank 0, decides, so that the ranks cannot disagree. If the coordinator is lost
-in a run with coordinator_failover, the other hosts elect another one (election.py); in other runs, the
-systemd units restart the run. An elected coordinator needs a quorum of hosts in each view: more than half of
-the hosts, or one of two hosts, and at least min_hosts.
+A view is the list of members between two changes of the members. The coordinator, which is rank 0, proposes a
+view. Each member accepts it, and the coordinator commits the view when all members have accepted. A member
+that does not accept in time is left out of the next proposal. Only the coordinator decides, so that the ranks
+cannot disagree. No function in this module starts a collective.
 
-A view is the list of members between two changes. The coordinator proposes a view. Each member accepts it,
-and the coordinator commits the view when all members have accepted. A member that does not accept in time is
-left out of the next proposal. Nothing here starts a collective.
+If the coordinator is lost in a run with coordinator_failover, the other hosts elect another one
+(election.py); in other runs, the systemd units restart the run. An elected coordinator needs a quorum of
+hosts in each view: more than half of the hosts, or one of two hosts, and at least min_hosts.
 
-Hosts that are added to an active run have numbers from the world size on. They are members like the others,
-but only the hosts at the start of the run count for the quorum, so that all hosts need the same number. Of
-several ranks on a host, the first one counts: it keeps the term of the host, and votes for it.
+Ranks that are added to an active run have numbers from the world size on. They are members like the others,
+but only the hosts at the start of the run count for the quorum, so that it is the same number on all hosts.
+Of several ranks on a host, the first one votes for the host, and writes the number of the term (election.py)
+to its disk.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Coordinator:
         clock, sleep: monotonic and sleep of the module time; a simulation has its own.
         is_replaced: returns whether other hosts have elected another coordinator; None in a run without
             elections.
-        voting: the ranks that vote for their hosts in elections; None: all, one on each host.
+        voting: the ranks that vote for their hosts in elections; None: all ranks, if each host has one rank.
         """
         self._keys, self.me, self._world_size, self._min_hosts = keys, me, world_size, min_hosts
         self._voting = range(world_size) if voting is None else voting
@@ -88,7 +89,7 @@ class Coordinator:
         without the missing ranks, if at least min_hosts hosts are present. Ranks that were added to an active
         run join in the next view: if such a rank differs from the run, only that rank is refused.
         is_loading: returns whether the rank with this number still loads. expected: numbers of the ranks to
-        wait for; None: all. kind: device kind of the run if this rank continues it from memory; else "".
+        wait for; None: all. kind: "cpu" if this rank continues the run from the state in its memory; else "".
         Raises Final if a rank reports a problem or the records of the members differ; Retryable if too few
         hosts arrive.
         """
@@ -190,9 +191,9 @@ class Coordinator:
         return [each for each in view.members if newer.get(each.number, 0) > each.incarnation]
 
     def postpone(self, members: Iterable[Member], seconds: float) -> float:
-        """Let members join again only after a delay, once they are left out; returns the delay in seconds.
+        """Set the delay after which these members may join again when they are left out of a view.
 
-        seconds: how long the other members have waited for them.
+        seconds: how long the other members have waited for them. Returns the delay in seconds.
         """
         self._slow |= {member.number: SLOW_FACTOR * seconds for member in members}
         return SLOW_FACTOR * seconds
@@ -229,9 +230,10 @@ class Coordinator:
                 self._drop(member, is_lost=True)
 
     def _drop(self, member: Member, is_lost: bool) -> None:
-        """Leave out this incarnation of a member for good. is_lost: whether it has not announced its end.
+        """Never admit this process of a member again, and set the delay of the next process of the same rank.
 
-        If it is active, it learns that by its key `dropped`: it may never have seen the view that lacks it.
+        is_lost: True if the process was lost, False if it has announced its end. A lost process may still be
+        active without having read the view that lacks it. Its key `dropped` informs it.
         """
         self._handled[member.number] = member.incarnation
         now, (at, before) = self._clock(), self._losses.get(member.number, (-math.inf, 0.0))
@@ -247,7 +249,7 @@ class Coordinator:
             self._keys.set(f"dropped/{member.number}", str(member.incarnation))
 
     def _await_acceptance(self, view: View, is_dead: Callable[[Member], bool]) -> list[Member]:
-        """The members that have not accepted `view` in ACCEPT_SECONDS; it does not wait for dead ones."""
+        """The members that have not accepted `view` in ACCEPT_SECONDS; sooner if all of these are dead."""
         began = self._clock()
         missing = [member for member in view.members if member.number != self.me.number]
         while self._clock() - began < ACCEPT_SECONDS:
@@ -273,7 +275,7 @@ class Coordinator:
         return found
 
     def _delay_of(self, number: int) -> float:
-        """Seconds until a member that was left out may join: 0 the first time, then longer each time."""
+        """Seconds until the rank with this number may join again; 0 or less if it may join now."""
         at, delay = self._losses.get(number, (0.0, 0.0))
         return at + delay - self._clock() if delay else 0.0
 

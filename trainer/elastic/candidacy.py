@@ -133,7 +133,10 @@ class Candidacy:
         return self._name(0)
 
     def expected(self) -> list[int] | None:
-        """On the coordinator, the ranks for which its first view waits; None: all, after a first election."""
+        """On the coordinator, the ranks to wait for before its first view (agreement.py).
+
+        These are the ranks of the hosts in `electors`. None, for all ranks, in the first election of a run.
+        """
         if self.is_first:
             return None
         hosts, ranks = len(self._env.addresses), self._env.local_world_size
@@ -196,7 +199,7 @@ class Candidacy:
         return self.election.decide(None if is_first else read_term(self._path, self._run_file.hosts))
 
     def _publish(self) -> RunStatus:
-        """A run status of this host for the time of a long election."""
+        """Start to write a run status of this rank during a long election; returns the run status."""
         status = RunStatus(self._path.parent, self._env, self._run_file.run_id)
         status.start()
         return status
@@ -251,7 +254,11 @@ class Candidacy:
                     pass
 
     def _ask_once(self, host: int) -> Notice:
-        """Ask a host. Raises OSError or ValueError without an answer that is signed by the fleet."""
+        """Ask the host with this index once; returns the notice in its answer.
+
+        Raises OSError if the connection fails; ValueError, TypeError or LookupError if the answer is
+        malformed, its signature is wrong, or another host has answered.
+        """
         address = self._env.addresses[host], self._env.master_port
         deadline = time.monotonic() + ANSWER_SECONDS
         with socket.create_connection(address, timeout=ANSWER_SECONDS) as connection:
@@ -314,7 +321,10 @@ class Signer:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Answers the other hosts at an IP address and port of this host. OSError if the port is in use."""
+    """Answers the other hosts at an IP address and port of this host.
+
+    Raises OSError if the port is in use.
+    """
 
     allow_reuse_address = True
     daemon_threads = True

@@ -11,12 +11,12 @@ the host with the index T mod N of N hosts, as in Viewstamped Replication (Lisko
 MIT-CSAIL-TR-2012-021). A host writes the number of a term to its disk before it takes part in that term, and
 never takes part in a lower term.
 
-With three or more hosts, a run cannot split into two that train different steps, because a view needs a
-majority of the hosts in the same term (agreement.py). Two majorities have a host in common. Once that host is
-in the higher term, no view of the lower term can be committed, and no step can be trained in it. With two
-hosts, one is enough: if they lose their connection, both may train, until the host in the lower term joins
-the other. The rule in this module only decides which host tries to coordinate; a wrong decision costs time
-and nothing else.
+With three or more hosts, a run cannot split into two that train different steps, because a view, the list of
+members, needs a majority of the hosts in the same term (agreement.py). Two majorities have a host in common.
+Once that host is in the higher term, no view of the lower term can be committed, and no step can be trained
+in it. With two hosts, one is enough: if they lose their connection, both may train, until the host in the
+lower term joins the other. The rule in this module only decides which host tries to coordinate; a wrong
+decision costs time and nothing else.
 
 Hosts without a coordinator ask each other several times a second. Each host supports one host: the first one,
 from the last coordinator on, that answers and to which a majority has a connection. A host that a majority
@@ -163,13 +163,14 @@ class Election:
     def decide(self, term: int | None = None) -> Elected | None:
         """The elected coordinator; None while there is none.
 
-        term: on a rank that has no vote because it is not the first one of its host, the term of the first
-        one: only the coordinator of this term is the result. None on other ranks.
+        term: on a rank that is not the first rank of its host, the term of the first rank: the result is then
+        the coordinator of this term or None. None on first ranks.
 
-        It is the host that has answered as the coordinator of the highest term in the last FRESH_SECONDS, if
-        that term is not below `term`. Else it is this host, if a quorum of hosts supports this host, and a
-        majority of the hosts has answered it or HEARD_SECONDS have passed; both counts include this host.
-        Sets `term` to the term of the coordinator, and `known`, `previous` and `is_over`.
+        The result is the host that has answered as the coordinator of the highest term in the last
+        FRESH_SECONDS, if that term is not below the attribute `term`. Else it is this host, if a quorum of
+        hosts supports this host, and a majority of the hosts has answered or HEARD_SECONDS have passed; both
+        counts include this host. Sets the attributes `term`, to the term of the coordinator, `known`,
+        `previous` and `is_over`.
         """
         if term is not None:
             self.known = max(self.known, term)
@@ -206,7 +207,10 @@ class Election:
         return [self.me, *(each.host for each in fresh if each.supports == self.me)]
 
     def _supported(self) -> int | None:
-        """The first host, from the coordinator of the highest known term on, that could have a quorum."""
+        """Index of the host that this host supports: the first one to which a quorum of hosts can connect.
+
+        The search begins at the coordinator of the highest known term. None if there is no such host.
+        """
         last = self.coordinator
         only_last = self.known == NONE or (self._is_before(GRACE_SECONDS) and last not in self._lost)
         answers = self._fresh(self._answered)

@@ -60,9 +60,11 @@ SUPERSEDED = "Other hosts have elected another coordinator. This one joins it."
 class Membership:
     """The members of an elastic run as this rank sees them, and its part in changing them.
 
-    view: the newest view that has this rank.
+    view: the newest view (list of members) that has this rank.
     env: the environment of this rank. env.rank is its number, not its rank in the view (see keys.py).
     store: the rendezvous store.
+    send_state: on the coordinator, with sync=local, function that sends the shared state to a rank that has
+        asked for it, over a connection that a store sets up; else None.
     left: event that is set when this member may end.
     """
 
@@ -132,8 +134,8 @@ class Membership:
 
         The coordinator first waits for the other ranks. record: the consistency record of this rank.
         min_hosts: the setting of this name; with elections, their quorum is used instead. is_loading: returns
-        whether the rank with this number still loads. kind: on a coordinator that continues the run from its
-        memory, the device kind of the run; else "".
+        whether the rank with this number still loads. kind: "cpu" on a coordinator that continues the run
+        from its memory; else "". Raises RunEnd if this rank cannot become a member.
         """
         number = self.env.rank
         me = Member(number, self._keys.add(f"incarnation/{number}", 1), record)
@@ -174,8 +176,9 @@ class Membership:
         """Agree with the other members on the next view, after a step or a loss; returns that view.
 
         seconds: the longest wait for a member that still computes and answers; at least READY_SECONDS.
-        leaving: on the coordinator, the ranks that leave now; None: all that have announced it. Raises
-        Retryable if this rank is not in that view, or if the coordinator is lost or replaced.
+        leaving: on the coordinator, the members that leave now, by rank in the current view; None: all that
+        have announced it. Raises Retryable if this rank is not in the next view, or if the coordinator is
+        lost or replaced.
         """
         seconds = max(READY_SECONDS, seconds)
         with self._using_store():
@@ -202,7 +205,7 @@ class Membership:
 
     @property
     def is_store_lost(self) -> bool:
-        """Whether the store has not answered for LOST_STORE_SECONDS. This member then gives it up."""
+        """Whether the store has not answered for LOST_STORE_SECONDS. False on the coordinator."""
         return self._store_watch is not None and self._store_watch.is_lost
 
     @contextlib.contextmanager
@@ -250,7 +253,7 @@ class Membership:
             self._keys.set(f"broken/{self.view.generation}", self.interruption())
 
     def end_join(self) -> None:
-        """Stop the measurement of how long the members wait for new ones: these can train."""
+        """Stop measuring how long the members wait for new members: the new members can train now."""
         self._joining = 0.0, ()
 
     def why_broken_off(self) -> str:
@@ -399,16 +402,20 @@ class Membership:
                 keys = None
 
     def _lose_store(self) -> None:
-        """The store does not answer: end the waits for the members, and this process if it waits for that."""
+        """End the waits for other members, because the store does not answer.
+
+        Ends this process if its training thread waits for the store, or if this rank is no member yet.
+        """
         if hasattr(self, "view"):
             self._break(self.view, LOST_STORE)
         if self._uses_store or not hasattr(self, "view"):
             self._end_process(Retryable(LOST_STORE))
 
     def _has_requests(self, view: View, keys: SignedKeys) -> bool:
-        """On the coordinator, whether to look at the requests of all ranks, of which there may be a new one.
+        """On the coordinator, whether to read the requests of all ranks now.
 
-        To look at them each time would take 1 % of a core: there is a key for each rank and request.
+        True if a rank has made a request, if the view is new, or if the last look was LOOK_SECONDS ago. To
+        read them each time would take 1 % of a core: there is a key for each rank and request.
         """
         now, found = time.monotonic(), (keys.add(REQUESTS, 0), view.generation)
         is_due = now - self._looked[0] >= LOOK_SECONDS or self._looked[1] != found
@@ -441,7 +448,7 @@ class Membership:
             self._wanted = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
 
     def _slow_joiners(self, coordinator: Coordinator) -> tuple[Collection[Member], str]:
-        """The new members for which the others have waited for too long, and why they no longer do."""
+        """The new members for which the others have waited longer than join_grace, and a reason as text."""
         began, joining = self._joining
         waited = time.monotonic() - began
         if not joining or waited <= self._join_grace:

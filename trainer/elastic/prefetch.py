@@ -36,9 +36,10 @@ def send_state(store: dist.Store, sync: Local, optimizer: MuonAdamW) -> None:
 
     store: a store that only these two ranks use, to connect. sync, optimizer: those of this rank; another
     thread may train with them meanwhile. The optimizer state that is sent may then mix the states of several
-    steps, an error that fades as the receiver trains. Fragments that have changed since they were sent are
-    sent again, so that the receiver has all of them in a step without an outer step, and joins after it.
-    Raises RuntimeError if the connection fails.
+    steps, an error that fades as the receiver trains. Fragments (parts of the outer parameters) that an outer
+    step has changed since they were sent are sent again, in up to PASSES passes. The transfer ends in a step
+    without an outer step, if there is one, so that the receiver then has the current fragments. Raises
+    RuntimeError if the connection fails.
     """
     pair = _connect(store, SENDER)
     _send(pair, flatten(optimizer.state_dict()))
@@ -76,7 +77,7 @@ def receive_state(store: dist.Store, sync: Local, optimizer: MuonAdamW) -> float
 
 
 def _connect(store: dist.Store, rank: int) -> Any:
-    """Connect the pair; its methods send and recv are not in torch's type stubs."""
+    """A new process group of the two ranks. Its methods send and recv are not in torch's type stubs."""
     return dist.ProcessGroupGloo(store, rank, 2, CONNECT_TIMEOUT)
 
 

@@ -1,15 +1,15 @@
 """Moves the state of a run to its next members; sends only what a rank lacks.
 
-    held = hold(rank, step, model, sync, optimizer, meta)     # what a rank has after a step; not copies
-    held = hand_over(group, held, leaving)                    # those that stay receive what the others have
-    held = held_of(copy)                                      # or after a loss: snapshot.py
-    offers = gather_offers(group, held)                       # of the next members, in their process group
+    held = hold(rank, step, model, sync, optimizer, meta)     # the state on this rank after a step, no copies
+    held = hand_over(group, held, leaving)                    # the ranks that leave send theirs to the others
+    held = held_of(copy)                                      # or, after a loss: from a copy (snapshot.py)
+    offers = gather_offers(group, held)                       # what each rank of the next group has
     if is_complete(offers):
         optim = reshard(group, offers, held, model, sync)     # parameters are received in place
 
-After a step each rank has all parameters, except for old values in rows of embeddings that other ranks own,
-and the optimizer state of what it owns. A new member receives as much from all others in turn, and the others
-receive the rows and the optimizer state that they own from now on from the old owner ranks.
+After a step each rank has all parameters and the optimizer state of what it owns. Its rows of embeddings that
+other ranks own may have old values. A new member receives about the same amount from each other rank. The
+other members receive the rows and the optimizer state that they own from now on from the old owner ranks.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ class Held:
     """What a rank has of the state of a run after a step.
 
     step: the number of completed steps; -1: the rank has nothing. meta: on rank 0, the content of meta.json
-    for a checkpoint of this step. rows: {key: what the rank has of it}.
-    tensors: {path: tensor}. The path of a parameter is its key, and that of optimizer state KEY/STATE. If it
-    has rows only, a tensor consists of these; a parameter may have all rows with old values in the others. In
-    the offer of another rank, the tensors have no content (device meta).
-    is_copy: whether the tensors are those of a copy of the state, which have to stay as they are.
-    view: [term, generation] of the view in which the copy was made. Tensors of different copies of a step,
-        which was trained again after a loss, differ by rounding.
+    for a checkpoint of this step.
+    rows: {key: the numbers of the rows that the rank has, or None for the whole tensor}. The key of a
+        parameter is "model/NAME"; the key of its optimizer state is NAME.
+    tensors: {path: tensor}. The path of a parameter is its key; the path of optimizer state is NAME/STATE. If
+        the rank has some rows only, the tensor consists of these; a parameter may have all rows, with old
+        values in the others. In the result of `gather_offers` the tensors have no content (device meta).
+    is_copy: whether the tensors are those of a copy of the state, whose values must not be changed.
+    view: [term, generation] of the view (keys.py) in which the copy was made. If a step is trained again
+        after a loss, its copies from different views differ by rounding.
     """
 
     step: int = -1
@@ -58,7 +60,7 @@ class Held:
     view: Sequence[int] = ()
 
     def load_parameters(self, model: nn.Module) -> None:
-        """Give `model` the parameters. They share the memory with `tensors`, unless these are a copy."""
+        """Set the parameters of `model`. They share memory with `tensors`; if is_copy, values are copied."""
         for name, parameter in model.named_parameters():
             tensor, rows = self.tensors[MODEL + name], self.rows[MODEL + name]
             if not self.is_copy:
@@ -80,7 +82,10 @@ class Held:
 def hold(
     rank: int, step: int, model: nn.Module, sync: SyncMode, optimizer: MuonAdamW, meta: dict[str, Any]
 ) -> Held:
-    """What `rank`, which is this one, has after `step`. Its tensors are those of model and optimizer."""
+    """What this rank has of the state after a step. The tensors are those of model and optimizer, not copies.
+
+    rank: the number of this rank in the process group. step, meta: as in Held.
+    """
     held = Held(step, meta)
     for name, tensor in model.state_dict().items():
         held.rows[MODEL + name] = None if sync.is_current(name) else sync.owned_rows(name, rank)
@@ -94,7 +99,7 @@ def hold(
 
 
 def hold_copy(state: State | None) -> Held:
-    """What a rank has that has a copy of the whole state; nothing if `state` is None."""
+    """The Held of a rank that has a copy of the whole state, `state`; an empty Held if `state` is None."""
     if state is None:
         return Held()
     tensors = {MODEL + name: tensor for name, tensor in state.model.items()} | flatten(state.optim)
@@ -103,9 +108,10 @@ def hold_copy(state: State | None) -> Held:
 
 
 def hand_over(group: Collectives, held: Held, leaving: Sequence[int]) -> Held:
-    """Send what the ranks `leaving` have to those that stay; returns what this rank has then.
+    """Send the state of the ranks that leave to the ranks that stay; returns what this rank has afterwards.
 
-    All ranks call it. held: what this rank has. Raises PeerLost if a rank is lost.
+    All ranks call it. held: what this rank has before. leaving: the ranks that leave, by rank in `group`.
+    Raises PeerLost if a rank is lost.
     """
     if not leaving:
         return held
@@ -136,9 +142,9 @@ def hand_over(group: Collectives, held: Held, leaving: Sequence[int]) -> Held:
 
 
 def gather_offers(group: Collectives, held: Held) -> list[Held]:
-    """What each rank has, by rank. All ranks call it.
+    """What each rank has of the state, by rank; the tensors have no content. All ranks call it.
 
-    A rank that has no state, or that of another step or copy than rank 0, offers nothing.
+    The Held of a rank is empty if it has no state, or the state of another step or view than rank 0.
     """
     rows = {key: each if each is None else _runs(each) for key, each in held.rows.items()}
     mine = json.dumps([held.step, list(held.view), rows, json.loads(formats_of(held.tensors))])
@@ -169,12 +175,13 @@ def is_complete(offers: Sequence[Held]) -> bool:
 def reshard(
     group: Collectives, offers: Sequence[Held], held: Held, model: nn.Module, sync: SyncMode
 ) -> dict[str, ParameterState]:
-    """Receive the parameters that `model` lacks, in place, and return the optimizer state of this rank.
+    """Receive the parameters that `model` lacks, in place; returns {name: optimizer state} of this rank.
 
-    Of an embedding it receives only the rows that this rank owns (see row_shards.py). All ranks call it.
-    offers: what each rank has, by rank, which is complete. held: what this rank has. Where it has parameters,
-    `model` has them already. A copy has no tensors afterwards, so that it needs no memory beside the result.
-    sync: of the new owner ranks. The result may have tensors of `held`. Raises PeerLost if a rank is lost.
+    Of an embedding, a rank receives only the rows that it owns (see row_shards.py). All ranks call it.
+    offers: what each rank has, by rank; together they have the whole state. held: what this rank has; the
+    caller has loaded its parameters into `model`. If it is a copy, its tensors are removed from it to save
+    memory. sync: the sync mode that defines the new owner ranks. The result may share tensors with `held`.
+    Raises PeerLost if a rank is lost.
     """
     parameters, found = model.state_dict(), {}
 
@@ -206,7 +213,7 @@ def reshard(
 
 
 def _run(exchanges: Iterator[Pending]) -> None:
-    """Start each of the exchanges before the last one is completed, so that the network does not idle."""
+    """Start each exchange before the previous one is completed, so that the network is not idle."""
     last: Pending = _nothing
     for pending in exchanges:
         last()
@@ -226,11 +233,13 @@ def _exchange(
     needs: Sequence[Rows],
     into: Tensor | None = None,
 ) -> Pending:
-    """Start to send each rank what it needs and lacks of the tensor `path`.
+    """Start to send each rank the rows of the tensor `path` that it needs and lacks.
 
-    needs: by rank; a scalar is needed by all. The result completes this and returns what this rank needs: in
-    `into`, a tensor with all rows, or if that is None in a new tensor, or in that of `held` if that is the
-    same; None for a rank that needs nothing.
+    offers: what each rank has, by rank. held: what this rank has. needs: the rows that each rank needs, by
+    rank; all ranks need a scalar. into: a tensor with all rows into which to receive, or None.
+    Returns a function that waits for the transfer and returns `into`. If that is None, it returns a tensor of
+    the rows that this rank needs: that of `held` if it has just these rows, else a new one. It returns None
+    if this rank needs nothing of a tensor whose rows are not divided among ranks.
     """
     rank, key = group.rank, key_of(path)
     has = [offer.rows[key] if path in offer.tensors else NOTHING for offer in offers]
@@ -278,10 +287,11 @@ def _exchange(
 
 
 def _sources(have: Tensor, need: Tensor, first: int) -> Tensor:
-    """For each rank and row, the rank that sends the row to it; -1 if it needs none.
+    """For each rank and row, the rank that sends the row to it: int64, (ranks, rows); -1 if it is not sent.
 
-    have, need: bool, (ranks, rows). first: of the ranks that have a row, the one that sends it to rank 0; the
-    next one sends it to rank 1, and so on.
+    have, need: whether a rank has or needs a row: bool, (ranks, rows). first: position, among the ranks that
+    have a row (modulo their count), of the one that sends it to rank 0; the next one sends it to rank 1, and
+    so on.
     """
     sources = torch.full(have.shape, -1)
     count = have.sum(dim=0).clamp_min(1)

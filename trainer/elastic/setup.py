@@ -79,7 +79,7 @@ class Kept:
 class Inputs:
     """What a setup has read and measured on this host, for the next setup in the same process.
 
-    To read the rows again would take 0.7 s per GB, and longer from a disk, because their sha256 is verified.
+    To read the data again would take 0.7 s per GB, and longer from a disk, because its sha256 is verified.
     data, core, options: attributes of RunSetup.
     """
 
@@ -94,8 +94,8 @@ class ElasticSetup(RunSetup):
     Set before `run`, besides the attributes of RunSetup:
     end_process: function that ends this process from another thread than the training thread. It must be set.
     candidacy: the elections, with coordinator_failover; else None.
-    held: in a change of the members and after an election, what this rank has of the state from which they
-        continue.
+    held: in a change of the members and after an election, what this rank has of the state from which the
+        members continue.
     copy: after an election, the copy of the state in the memory of this rank; else None. `run` sets it to
         None if the run does not continue from it.
     kept: with sync=local, what this rank continues from after an election; else None. `run` sets it to None.
@@ -275,10 +275,11 @@ class ElasticSetup(RunSetup):
     def connect_members(self, view: View, saved_state: Callable[[], State | None]) -> None:
         """Connect the members of `view`, and set up model, optimizer and sync mode from a state of the run.
 
-        If the members have the state together (`held`), each receives what it lacks. Otherwise rank 0 sends
-        the result of `saved_state` to all, or the state of its newest checkpoint if that is None; with
-        sync=local, only new ranks receive it. The rows of a step are split equally, or in proportion to the
-        fixed shares of the members. Raises PeerLost if a member is lost meanwhile.
+        If the members together have the whole state (their attributes `held`), each receives what it lacks.
+        Otherwise rank 0 sends the result of `saved_state` to all, or the state of its newest checkpoint if
+        the result is None; with sync=local, only new ranks receive the state. The rows of a step are split
+        equally, or in proportion to the fixed shares of the members. Raises PeerLost if a member is lost
+        meanwhile.
         """
         self.run_status.enter("resume")
         self._connect_view(view)
@@ -303,9 +304,10 @@ class ElasticSetup(RunSetup):
         self._gather_facts([member.record for member in view.members])
 
     def _offer_held(self) -> State | None:
-        """Learn what each member has of the state. On rank 0, returns a State with the meta if that is all.
+        """Gather what each member has of the state, and load the parameters of this rank into the model.
 
-        If a part is missing, all of it is released.
+        On rank 0, returns a State that has only the meta, if the members together have the whole state; else
+        None. If a part of the state is missing, this rank releases what it has of the state.
         """
         self._offers = reshard.gather_offers(self.group, self.held)
         if not reshard.is_complete(self._offers):

@@ -1,12 +1,12 @@
 """Membership messages with signatures: only hosts with the fleet's secret change the members of a run.
 
     NONCE SIGNATURE VALUE    the text that SignedKeys writes to each key of the rendezvous store
-    nonce                    the key that the coordinator writes first; VALUE is the run id and its term
+    nonce                    the key that the coordinator writes first; VALUE is its run id and its term
 
 The nonce is random and belongs to one attempt of the coordinator. A signature covers nonce, key and value, so
-a message has no effect in another attempt or under another key. Within an attempt a message names an
-incarnation or a generation, which is compared with the current one. Counters, and what the ranks of a view
-exchange to connect, are not signed.
+a message has no effect in another attempt or under another key. A message that changes the members also names
+an incarnation or a generation (keys.py), which is compared with the current one. Counters are not signed, nor
+are the messages by which the ranks of a view connect their process group.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def split(text: str) -> list[str]:
 class SignedKeys:
     """Keys whose values are signed. A value without a valid signature is treated as not set.
 
-    keys: the keys that store the signed texts. secret: the secret of the fleet. nonce: the nonce of this
-    attempt of the coordinator. report: function of (key, message), called once for each key whose value is
-    invalid. Counters are not signed: they only number the processes of a rank. A host without the secret that
-    changes a counter can keep a process from becoming a member, which any write access to the store allows,
-    but cannot make a process a member.
+    keys: reads and writes the signed texts in the rendezvous store. secret: the secret of the fleet. nonce:
+    the nonce of this attempt of the coordinator. report: function of (key, message), called once for each key
+    whose value is invalid. Counters, of the processes of a rank and of requests, are not signed. A host
+    without the secret that changes a counter can keep a process from becoming a member, as can any host that
+    can write to the store, but cannot make a process a member.
     """
 
     def __init__(self, keys: Keys, secret: bytes, nonce: str, report: Callable[[str, str], None]) -> None:

@@ -70,10 +70,11 @@ class Copy:
 
     meta: content of meta.json for a checkpoint of this step. rank: the rank that has the copy.
     layout: form of the parts of all ranks.
-    parts: for each rank, the bytes of its tensors, uint8, flat. The part of `rank` has all of its tensors. On
-        a holder, that of another rank has what that rank owns; on other ranks it is empty.
-    is_whole: whether these are all parts, as on a holder.
-    view: [term, generation] of the view in which the copy was made.
+    parts: for each rank, the bytes of its tensors, uint8, flat. The part of `rank` has all tensors of that
+        rank. The part of another rank has what the other rank owns, if `rank` is a holder (a rank that has
+        the whole state); else it is empty.
+    is_whole: whether the copy has the parts of all ranks, as on a holder.
+    view: [term, generation] of the view (keys.py) in which the copy was made.
     """
 
     meta: dict[str, Any]
@@ -113,9 +114,9 @@ class Copy:
         return assembly.result() if assembly else self.assemble()
 
     def assemble(self) -> State:
-        """The state of the run, as of a checkpoint. Only for a whole copy.
+        """The state of the run in the form of a checkpoint. Only for a copy with `is_whole`.
 
-        Tensors of which each rank owns some rows are new; the others are those of the copy.
+        Tensors of which each rank owns some rows are new; the others share memory with the copy.
         """
         model: dict[str, Tensor] = {}
         optim: dict[str, ParameterState] = {}
@@ -156,8 +157,8 @@ class Snapshots:
         """Connect the ranks of `group` for copies.
 
         newest: the last complete copy on this rank; None if there is none. holders: the ranks that have each
-        copy: rank 0 and perhaps another one. view: [term, generation] of the present view. on_all: whether
-        each other rank keeps its own part. Raises PeerLost if a rank is lost.
+        copy: rank 0 and perhaps another one. view: [term, generation] of the current view (keys.py). on_all:
+        whether each other rank keeps its own part. Raises PeerLost if a rank is lost.
         """
         self._group, self._holders, self._view = group, holders, view
         self._keepers = range(group.world_size) if on_all else holders
@@ -188,9 +189,10 @@ class Snapshots:
     def interval(self, is_calm: bool) -> float:
         """Seconds from one copy to the next, in proportion to what the newest one has cost.
 
-        At least 2, and few enough that the next copy arrives when the newest is 60 s old, unless a copy takes
-        longer than 20 s to arrive. The pause for the first copy does not count: its memory is new, so it
-        takes many times longer. is_calm: whether no member was lost lately; the interval is then longer.
+        The result is at least 2, and low enough that the next copy arrives before the newest one is 60 s old.
+        If a copy takes longer than 20 s to arrive, the result is at most twice that time instead. The pause
+        for the first copy does not count: its memory is new, so the pause is many times longer. is_calm:
+        whether no member was lost lately; the interval is then longer.
         """
         cost = max(PAUSES * self._later_pause, TRANSFERS * self.seconds) * (CALM if is_calm else 1)
         # The last copy counts until the next one has arrived. At most half of the time one is on the way.
@@ -245,7 +247,10 @@ class Snapshots:
         self._thread.start()
 
     def _find_layout(self, held: Held, sync: SyncMode, sent: Mapping[str, Tensor]) -> Layout:
-        """Exchange the form of the parts. All ranks call it. held: of this rank; sent: its part."""
+        """Exchange the formats and sizes of the parts; returns the layout. All ranks call it.
+
+        held: what this rank has of the state. sent: {path: tensor} of what it sends to the holders.
+        """
         group = self._group
         formats = group.gather_bytes(formats_of(sent))
         size = sum(tensor.numel() * tensor.element_size() for tensor in sent.values())
@@ -284,7 +289,10 @@ class Snapshots:
             del problem  # its traceback refers to this frame: as a cycle they would keep the group's threads
 
     def stop(self) -> None:
-        """Wait until the thread that sends a copy has given up. Abandon the group first."""
+        """Wait until the thread that sends a copy has ended; a PeerLost in it is ignored.
+
+        Abandon the process group first, so that the thread ends soon.
+        """
         with contextlib.suppress(PeerLost):
             self.finish()
 
@@ -336,7 +344,10 @@ class Snapshots:
         self._arrival = time.monotonic() - self._started_at
 
     def _await_gap(self, seconds: float) -> float:
-        """Wait until the training thread computes, at most so many seconds; returns the seconds waited."""
+        """Wait until the training thread computes, at most `seconds`; returns the seconds waited.
+
+        Does not wait while the training thread waits for the copy to arrive.
+        """
         began = time.monotonic()
         while self._group.is_waiting and not self._is_urgent.is_set():
             if time.monotonic() - began >= seconds:
@@ -345,16 +356,16 @@ class Snapshots:
         return time.monotonic() - began
 
     def _send_meta(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Send `meta` of the coordinator to the ranks that keep copies; returns it on these, else {}."""
+        """Send the coordinator's `meta` to the ranks that keep copies; returns it there, else {}."""
         text = torch.tensor(list(json.dumps(meta).encode()), dtype=torch.uint8)
         length = self._to_keepers(torch.tensor([len(text)]), 1)
         text = self._to_keepers(text, int(length) if len(length) else 0)
         return dict(json.loads(text.numpy().tobytes())) if len(text) else {}
 
     def _to_keepers(self, tensor: Tensor, size: int) -> Tensor:
-        """Send `tensor` of the coordinator to the ranks that keep copies; returns it there.
+        """Send the coordinator's `tensor`, flat, to the ranks that keep copies; returns it there.
 
-        size: its elements, on these ranks. On other ranks the result is empty.
+        size: on a rank that receives the tensor, its number of elements. On other ranks the result is empty.
         """
         group = self._group
         others = [other in self._keepers and other != 0 for other in range(group.world_size)]
@@ -368,7 +379,7 @@ class Snapshots:
 
 
 def held_of(copy: Copy | None) -> Held:
-    """What a rank has of the state of which it has `copy`; nothing if `copy` is None."""
+    """What a rank has of the state after a loss, if `copy` is its newest copy; an empty Held for None."""
     if copy is None:
         return Held()
     if copy.is_whole:
@@ -378,5 +389,5 @@ def held_of(copy: Copy | None) -> Held:
 
 
 def state_of(copy: Copy | None) -> State | None:
-    """The state of the run that `copy` contains, as of a checkpoint; None if `copy` is None or not whole."""
+    """The state in `copy`, in the form of a checkpoint; None if `copy` is None or not `is_whole`."""
     return copy.take_state() if copy and copy.is_whole else None

@@ -20,16 +20,17 @@ FROZEN_SECONDS = 2.0  # in which this thread did not run; nor could the store an
 
 
 class StoreWatch:
-    """Two threads: one asks the store, the other finds that it has not answered for LOST_STORE_SECONDS.
+    """Watches the store with two threads: one queries it, the other notices that no answer arrives.
 
-    is_lost: whether that has happened. The store is then given up.
+    is_lost: whether the store has not answered for LOST_STORE_SECONDS. It stays True, even if the store
+    answers later.
     """
 
     def __init__(self, env: RankEnv, on_lost: Callable[[], object], stopped: threading.Event) -> None:
         """Start the threads.
 
-        env: environment of this rank. on_lost: called again and again while the store does not answer.
-        stopped: ends the threads when it is set. A thread that waits for the store may remain.
+        env: environment of this rank. on_lost: called every WATCH_SECONDS while the store is lost. stopped:
+        ends the threads when it is set. A thread that waits for the store may remain.
         """
         self.is_lost = False
         self._env, self._on_lost, self._stopped = env, on_lost, stopped

@@ -208,7 +208,10 @@ class ElasticTrainer(Trainer):
         self.setup.copy = None
 
     def _holders(self) -> list[int]:
-        """The ranks that have copies of the state: the coordinator, and the next rank that has a vote."""
+        """The ranks that have copies of the whole state.
+
+        They are the coordinator and, with coordinator_failover, the next rank that votes in elections.
+        """
         numbers = self.setup.joined.view.numbers
         found = [rank for rank, number in enumerate(numbers) if number in self.env.voting]
         return found[: 2 if self.candidacy else 1]
@@ -248,10 +251,10 @@ class ElasticTrainer(Trainer):
             self._recover(str(error))
 
     def _read_first_batch(self, step: int) -> None:
-        """As in every run; before it, metrics.jsonl is brought to this step.
+        """Update metrics.jsonl to `step`, and read the batch of that step as in every run.
 
-        Lines of steps that are trained again are dropped. With coordinator_failover each host has the file,
-        and gets the lines that it lacks.
+        Lines of steps that are trained again are deleted. With coordinator_failover each host has the file,
+        and receives the lines that its file lacks.
         """
         tracker = self.reporter.tracker
         if tracker:
@@ -290,15 +293,16 @@ class ElasticTrainer(Trainer):
 
     @property
     def save_minutes(self) -> float:
-        """As in every run; 0 if checkpoints that are due by time are written from copies instead."""
+        """Minutes between checkpoints, as in every run; 0 if they are written from copies instead."""
         return 0.0 if self._saves_copies else super().save_minutes
 
     @property
     def _saves_copies(self) -> bool:
         """Whether checkpoints that are due by time are written from a copy of the state.
 
-        So it is in a run with failover: if all holders of copies are lost, it continues from a checkpoint.
-        One that is written from a copy does not pause the training, so there can be one every few minutes.
+        True with coordinator_failover and several ranks, unless sync=local: if all ranks with the whole state
+        are lost, the run continues from a checkpoint. A checkpoint that is written from a copy does not pause
+        training, so it can be written every few minutes.
         """
         return self.candidacy is not None and self.group.world_size > 1 and not self._is_local
 
@@ -322,16 +326,19 @@ class ElasticTrainer(Trainer):
     # -- changes of the members ------------------------------------------------------------------------
 
     def _recover(self, reason: str) -> None:
-        """After a loss: leave the collectives, tell the others, and continue with those that are left."""
+        """After a loss, leave the collectives, inform the other members, and continue with those that remain.
+
+        reason: the cause of the loss, a sentence.
+        """
         self.log.warning(reason, extra=fields("lost member", step=self.reporter.train_state.step))
         self.membership.break_off(reason)
         self._lost_at = time.monotonic()
         self._change_members()
 
     def _prepare_change(self) -> list[int]:
-        """Before an orderly change, let those that stay have the whole state; returns the ranks that leave.
+        """Before an orderly change, send the state to the ranks that stay; returns the ranks that leave.
 
-        All ranks call it after the same step.
+        All ranks call it after the same step. With sync=local, nothing is sent.
         """
         self._stopped_at = time.monotonic()
         self.run_status.enter("resume")
@@ -398,16 +405,21 @@ class ElasticTrainer(Trainer):
         return state_of(self.copies.newest)
 
     def _meta_to_continue(self) -> dict[str, Any]:
-        """With sync=local, the content of meta.json for the last step; the last one of the run is repeated.
+        """With sync=local, the content of meta.json from which this rank continues: that of its last step.
 
-        After that one the run is evaluated and saved.
+        After the last step of the run it is that of the step before: the last step is then trained again,
+        because the evaluation and the checkpoint at the end follow it.
         """
         state = self.reporter.train_state
         state = dataclasses.replace(state, step=min(state.step, self.plan.num_iterations - 1))
         return self.setup.checkpoint_meta(self.plan, state)
 
     def _report_change(self, reached: int, stopped_at: float) -> None:
-        """Report the members that train now. reached, stopped_at: the step and the time before the change."""
+        """Report the members that train now, and the duration of the change.
+
+        reached: the number of completed steps before the change. stopped_at: when training stopped, a time of
+        time.monotonic().
+        """
         step, seconds = self.reporter.train_state.step, time.monotonic() - stopped_at
         megabytes = self.group.bytes_sent / 1e6  # the group has been connected since
         self._report_members()
@@ -441,7 +453,10 @@ class ElasticTrainer(Trainer):
         gc.collect()  # they refer to each other
 
     def _leave(self) -> NoReturn:
-        """The others have the state of this rank. The thread that received SIGTERM ends the process."""
+        """Allow the thread that received SIGTERM to end this process, and wait for that end.
+
+        Call this when the other ranks can continue without this rank.
+        """
         self.membership.left.set()
         while True:
             time.sleep(PARENT_SECONDS)

@@ -1,1 +1,1 @@
-"""Bits per byte, CORE, answers to questions, and text sampled from a model: during a run and by `eval`."""
+"""Evaluation of a model, in a run or by the command `eval`: bits per byte, CORE, chat tasks, samples."""

@@ -38,8 +38,10 @@ def evaluate(
 ) -> ValidationResult:
     """Compute bits per byte and loss on the first rows of a split.
 
-    A collective call; all ranks return the same result.
-    rows: (n, T+1) token ids. In rows of conversations, the highest bit of an id, TRAINED, marks the targets.
+    A collective call; all ranks return the same result. Raises RowsChangedError if a row of a Split differs
+    from its checksum.
+    rows: (n, T+1) token ids, one sequence per row. In a Split of conversations, only the tokens whose highest
+        bit (TRAINED) is set are targets.
     token_bytes: (V,) number of bytes in the text of each token; 0 for special tokens, which count for the
         loss but not for the bits per byte.
     eval_tokens: number of positions to evaluate, rounded up to whole rows of T; at most all rows.

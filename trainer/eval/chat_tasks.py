@@ -8,7 +8,7 @@ Each line of a file is a JSON object, a question. There are two kinds of tasks:
 categorical   fields question, choices, and answer: the index or letter of the right choice. The answer of the
               model is the letter with the highest logit after the prompt, as in nanochat's chat_eval.
 generative    fields question, and answer: a text. The model generates one answer or several. The question
-              counts as answered right if one of them equals the text, apart from blanks at the ends.
+              counts as answered right if one of them equals the text, apart from white space at its ends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Question:
         return LETTERS[: len(self.choices)]
 
     def prompt(self, tokenizer: Tokenizer) -> list[int]:
-        """Token ids of the question as a message of the user. The answer of the assistant follows them."""
+        """Token ids of the prompt: the question as a user message, then the token <|assistant_start|>."""
         text = self.question
         if self.choices:
             lines = [
@@ -126,8 +126,8 @@ class ChatResult:
 def read_task(path: Path) -> ChatTask:
     """Read the questions in the file `path`, which has one JSON object per line.
 
-    Raises DataError if the file cannot be read, or if a line is no valid question. The message names the file
-    and the line.
+    Raises DataError if the file cannot be read or has no question, if a line is no valid question, or if only
+    some questions have choices. The message names the file and, if there is one, the invalid line.
     """
     try:
         raw = path.read_bytes()
@@ -153,7 +153,10 @@ def read_task(path: Path) -> ChatTask:
 
 
 def _question(where: str, text: str) -> Question:
-    """The question in a line. Raises DataError."""
+    """The question in the line `text`. where: file and line number, for messages.
+
+    Raises DataError if the line is no valid question.
+    """
     try:
         item = json.loads(text)
     except ValueError as error:
@@ -194,9 +197,10 @@ def evaluate_task(
 
     group: the ranks, which divide the questions. The result does not depend on the number of ranks.
     sampling: how answers to questions without choices are generated.
-    samples: number of answers that are generated to each question without choices. The question counts as
+    samples: number of answers that are generated for each question without choices. The question counts as
         answered right if one of these answers is right. With temperature 0, only one answer is generated.
-    on_block: called before each block of questions, with the number of questions that all ranks have done.
+    on_block: called before each block of questions (see `striping.blocks`), with the number of questions in
+        all earlier blocks.
     Raises DataError if a letter of a choice is not a single token.
     """
     correct = 0

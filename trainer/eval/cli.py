@@ -89,7 +89,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_attempt(args: argparse.Namespace, parts: Parts, env: RankEnv, log: RunLogger) -> int:
-    """Evaluate as the attempt of a run: outcome.json in --run-dir has its end, a stop by SIGTERM too."""
+    """Evaluate, and write the outcome to outcome.json in --run-dir; returns the exit code.
+
+    The outcome is also written if SIGTERM stops the evaluation.
+    """
     from trainer.health.attempt import Attempt, run_attempt
     from trainer.outcome import Final
 
@@ -113,7 +116,7 @@ def _run_attempt(args: argparse.Namespace, parts: Parts, env: RankEnv, log: RunL
 
 
 def _sentence(args: argparse.Namespace, error: BaseException) -> str:
-    """What to report of an error of memory or of files. Raises other errors again."""
+    """The message for an out-of-memory error or an OSError. Any other `error` is raised again."""
     if is_out_of_memory(error):
         return (
             "This host has too little memory to evaluate the model. Stop other programs there, or evaluate "

@@ -56,7 +56,7 @@ def task_result(task: Task, correct: int, items: int) -> TaskResult:
 
 @dataclass(frozen=True)
 class CoreResult:
-    """The result of an evaluation of CORE. tasks: {label of a task: its result}, in the bundle's order."""
+    """The result of an evaluation of CORE. tasks: {label of a task: result}, in the order of core.yaml."""
 
     tasks: Mapping[str, TaskResult] = field(default_factory=dict)
 
@@ -193,13 +193,16 @@ def work_of(task: Task) -> float:
 
 
 def _most_tokens(group: Collectives, mine: list[list[Prompt]]) -> int:
-    """The padded tokens of the rank with the most."""
+    """The number of tokens, padding included, on the rank that has the most. A collective call.
+
+    mine: for each item of this rank, its prompts.
+    """
     tokens = sum(len(prompts) * max(len(prompt.tokens) for prompt in prompts) for prompts in mine)
     return int(group.gather_int64(torch.tensor([tokens])).max())
 
 
 def _is_correct(model: GPT, task: Task, gold: int, prompts: list[Prompt]) -> bool:
-    """Whether the model answers the item with these prompts right."""
+    """Whether the model answers the item with these prompts right. gold: index of the right option."""
     spans = score_prompts(model, prompts)
     if task.kind == LANGUAGE:
         return spans[0].exact

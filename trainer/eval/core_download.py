@@ -1,7 +1,7 @@
 """Downloads a CORE bundle, a zip file at a URL, and unpacks it: `fetch_bundle(url, sha256, folder)`.
 
-The file is verified before it is opened. Its names are checked, so that nothing is written outside of the
-folder, and the folder appears only when it is complete.
+If its sha256 is known, the zip file is verified before it is opened. The paths in it are checked, so that
+nothing is written outside of the folder. The folder appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_BYTES = 8 * 2**30  # of all files, unpacked: nanochat's bundle has less tha
 MOST_FILES = 10_000
 ADVICE = "Check --core-url."
 PUBLIC = {"nanochat": "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"}
-"""The bundles with a name, by their URL."""
+"""Public CORE bundles: {name for --core-url: URL of the zip file}."""
 
 
 def fetch_bundle(url: str, sha256: str, folder: Path) -> None:
@@ -72,7 +72,10 @@ def _download(url: str, sha256: str, archive: Path) -> None:
 
 
 def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack the bundle in `archive`, which may be in a folder there, as `folder`. Raises DataError."""
+    """Unpack the bundle in the zip file `archive` to `folder`.
+
+    The bundle may be in a subfolder of the zip file. Raises DataError if it cannot be unpacked.
+    """
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         with zipfile.ZipFile(archive) as file:

@@ -27,8 +27,8 @@ def evaluate(
 
     shares: rows per rank in a training step; the ranks divide the items in the same proportions. run_status,
     watchdog: those of this rank. should_stop: called after each block of items; returns whether to stop the
-    evaluation. If it returns True on a rank, all ranks return None. The watchdog times each block separately:
-    a block is late if it takes longer than training steps with as many tokens.
+    evaluation. If it returns True on a rank, all ranks return None. The watchdog times each block separately.
+    Its time limit for a block is at least the time of training steps with as many tokens.
     """
     before = watchdog.evaluation_steps
     slowest = min(shares) * model.config.sequence_len  # tokens of a step on one rank

@@ -67,7 +67,10 @@ def prompt_cost(task: Task, number: int) -> int:
 
 
 def _texts(task: Task, number: int) -> list[str]:
-    """The texts of the prompts of an item; without choices, the text before the answer and the whole."""
+    """The texts of the prompts of item `number`, one per option.
+
+    For an item without options: the prompt without the answer, and the prompt with the answer.
+    """
     item = task.items[number]
     examples = [task.items[other] for other in _sample(len(task.items), number, task.fewshot)]
     shown = "".join(_solved(task, example) + BETWEEN for example in examples)
@@ -82,7 +85,7 @@ def _texts(task: Task, number: int) -> list[str]:
 
 
 def _sample(n_items: int, number: int, count: int) -> list[int]:
-    """The numbers of the items that are shown before item `number`, in order."""
+    """Indices of the `count` items, out of `n_items`, that are shown before item `number`, in order."""
     if not count:
         return []
     others = [other for other in range(n_items) if other != number]

@@ -34,11 +34,11 @@ class Results:
     """
 
     def __init__(self, folder: Path | None, checkpoint: Mapping[str, Any]) -> None:
-        """Read eval.json in `folder`, if it exists, and make the folder if it is missing; with None, neither.
+        """Read eval.json in `folder`, if it exists, and make the folder if it is missing.
 
-        checkpoint: identifies the checkpoint by the keys step, run_id and sha256 ({file: sha256}). Raises
-        ConfigError if eval.json cannot be read, is damaged, has another schema or is of another checkpoint,
-        or if the folder cannot be made.
+        If `folder` is None, nothing is read or made. checkpoint: identifies the checkpoint by the keys step,
+        run_id and sha256 ({file: sha256}). Raises ConfigError if eval.json cannot be read, is damaged, has
+        another schema or is of another checkpoint, or if the folder cannot be made.
         """
         self.folder, self.checkpoint = folder, dict(checkpoint)
         self.parts: dict[str, Any] = self._read(RESULT, {"checkpoint": self.checkpoint}).get("parts", {})
@@ -87,7 +87,11 @@ class Results:
             write_whole(self.folder / TABLE, result.to_csv().encode())
 
     def _read(self, name: str, key: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of a file, empty if it is missing. Raises ConfigError if it lacks the values `key`."""
+        """The content of the file `name`; {} if it is missing.
+
+        Raises ConfigError if the file cannot be read, is damaged, has another schema, or has other values
+        than `key` under the keys of `key`.
+        """
         if self.folder is None:
             return {}
         path = self.folder / name
@@ -113,6 +117,6 @@ class Results:
 
 
 def _is_count(found: Any) -> bool:
-    """Whether this is a list of right answers and items."""
+    """Whether `found` is a valid list [number of right answers, number of items]."""
     is_pair = isinstance(found, list) and [type(number) for number in found] == [int, int]
     return is_pair and 0 <= found[0] <= found[1] and found[1] > 0

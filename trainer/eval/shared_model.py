@@ -32,9 +32,9 @@ TOKENIZER = "tokenizer.json"  # among the tensors of the broadcast; no parameter
 class SharedModel:
     """The checkpoint that all ranks evaluate, of which only rank 0 has the files.
 
-    env: of this rank. store: the rendezvous store; None with one rank. checkpoint: its directory on rank 0.
-    After `announce`, the attribute `meta` has on all ranks the keys ANNOUNCED of the checkpoint's meta.json;
-    it is {} if the checkpoint cannot be used.
+    env: environment of this rank. store: the rendezvous store; None with one rank. checkpoint: directory of
+    the checkpoint on rank 0. After `announce`, the attribute `meta` has on all ranks the keys ANNOUNCED of
+    the checkpoint's meta.json; it is {} if the checkpoint cannot be used.
     """
 
     def __init__(self, env: RankEnv, store: dist.Store | None, checkpoint: Path) -> None:

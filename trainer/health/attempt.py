@@ -256,7 +256,10 @@ def handle_sigterm(attempt: Attempt, log: RunLogger) -> None:
 
 
 def _terminated(by_parent: bool, attempt: Attempt) -> RunEnd:
-    """The end of an attempt by SIGTERM: torchrun sends it too, to the other ranks of a rank that has died."""
+    """The end of an attempt by SIGTERM, which torchrun too sends to its ranks when one of them has died.
+
+    by_parent: whether the parent process, perhaps torchrun, has sent the signal or may have sent it.
+    """
     if by_parent and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         return Retryable(
             f"torchrun ended this rank after step {attempt.step}: another rank of this host has died."

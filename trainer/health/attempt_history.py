@@ -40,7 +40,7 @@ def history(run_dir: Path) -> list[Line]:
 
     A line is a dict with the keys KEYS (outcome, reason, step and others), settled (whether no attempt
     follows), alone (see OutcomeRecord), began (Unix time) and `requested` (whether a person requested the
-    attempt).
+    attempt). The line of an attempt that left no outcome has only some of these keys.
     """
     try:
         raw = (run_dir / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -144,7 +144,7 @@ def settle(run_dir: Path) -> None:
 def unrecorded(run_dir: Path) -> Line:
     """The line that attempts.jsonl lacks: that of an attempt that was killed or never began.
 
-    It has the keys that `history` lists. {} if there is no such attempt.
+    It has some of the keys that `history` lists. {} if there is no such attempt.
     """
     announced = _load(run_dir / ANNOUNCED)
     if not announced:
@@ -156,7 +156,7 @@ def unrecorded(run_dir: Path) -> Line:
 
 
 def _killed_attempt(run_dir: Path) -> Line:
-    """The line of an attempt that left no outcome; {} if there is no attempt.json."""
+    """The line for attempts.jsonl of an attempt that left no outcome; {} if there is no attempt.json."""
     running = _load(run_dir / RUNNING)
     if not running:
         return {}

@@ -30,8 +30,8 @@ class RestartDecision(NamedTuple):
     """Whether this host starts another attempt at a run.
 
     again: whether to start another attempt. reason: why, a sentence.
-    fruitless: the number of attempts since the run reached its furthest step, with the attempt that reached
-        it; 0 if this was not counted.
+    fruitless: the number of attempts since the run reached its furthest step, including the attempt that
+        reached it; 0 if this was not counted.
     wait_seconds: the wait before the next attempt.
     """
 
@@ -70,8 +70,8 @@ def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> R
 def judge_after_boot(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
     """Decide whether to restart a run whose ranks SIGTERM has ended although nobody asked the run to stop.
 
-    run_dir, limit: as for `judge`. An orderly shutdown of the host ends the ranks by SIGTERM, and systemd
-    does if the main process of their unit was killed: their outcome is `stopped` and not settled. This
+    run_dir, limit: as for `judge`. An orderly shutdown of the host ends the ranks by SIGTERM, and so does
+    systemd if the main process of their unit was killed: their outcome is `stopped` and not settled. This
     function deletes such outcome files. If the run directory has a file named stop, a person has asked the
     run to stop, and it is not restarted.
     """
@@ -108,9 +108,9 @@ def wait_after(fruitless: int) -> float:
 
 
 def _fruitless(lines: list[dict[str, Any]]) -> int:
-    """The number of last attempts without progress, from the lines of attempts.jsonl since the last request.
+    """The number of attempts since the run reached its furthest step, including the one that reached it.
 
-    The attempt that reached the furthest step is included in the count.
+    lines: the lines of attempts.jsonl. Attempts before the last one that a person requested do not count.
     """
     count, furthest = 0, -1
     for line in lines:

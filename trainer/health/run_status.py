@@ -184,7 +184,7 @@ class RunStatus:
         )
 
     def _write(self) -> None:
-        """Replace the heartbeat file. Without fsync: nobody reads the file after the machine has stopped."""
+        """Replace the heartbeat file without fsync: after a crash of the host it may be old or empty."""
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         with self._lock:
             self._record.time = time.time()

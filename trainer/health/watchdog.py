@@ -5,7 +5,7 @@
     watchdog.set_peers(peers, endpoints)    # the health endpoint of each rank
     raise watchdog.explain(error)           # a collective failed: find the cause among the peers
 
-A step is late after max(60 s, 5 x the median). While all ranks answer, the attempt continues up to the
+A step is late after max(60 s, 5 x the median step). While all ranks answer, the attempt continues up to the
 time-out of the collectives. After a step is late, a rank that is gone ends the attempt in 10 s, a rank that
 is frozen or unreachable in one minute, impaired traffic in five minutes (docs/diagnosis.md). Each rank
 publishes its own end, with the cause, to all others.
@@ -304,7 +304,11 @@ class Watchdog:
         return {rank: end for rank, known in received.items() if (end := known.status.ended)}
 
     def _end_of_a_peer(self) -> RunEnd | None:
-        """The end of this attempt that follows from the published end of another rank, a final one first."""
+        """The end of this attempt that follows from the published end of another rank; None if there is none.
+
+        An end that is only due to the loss of another rank is used if there is no other. A final end is used
+        before a retryable one.
+        """
         ends = {rank: end for rank, end in self._published_ends().items() if end.outcome != "finished"}
         if self._elastic:
             ends = {rank: end for rank, end in ends.items() if rank == 0}

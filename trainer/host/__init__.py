@@ -1,1 +1,1 @@
-"""Facts of this machine: environment of the rank, cores, memory, GPU, arithmetic, logger."""
+"""The host of a rank: environment, cores, memory, GPU, number formats, network interface, logger."""

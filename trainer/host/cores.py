@@ -64,9 +64,10 @@ def _groups(root: Path, mounts: tuple[str, ...], path: str) -> Iterator[Path]:
 
 
 def _quota(group: Path, files: tuple[str, ...]) -> Iterator[float]:
-    """Yield the quota of a control group in cores; nothing without a quota.
+    """Yield the quota of the control group `group` in cores; nothing without a quota.
 
-    `files` have quota and period in microseconds. Without a quota, version 2 has "max", version 1 has -1.
+    files: names of the files that contain quota and period, in microseconds: one file in cgroup version 2,
+    two files in version 1. A group without a quota has the quota "max" in version 2, and -1 in version 1.
     """
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = " ".join((group / name).read_text(encoding="utf-8") for name in files).split()

@@ -21,8 +21,8 @@ def gemm_rates(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
 
     A rate is the best of several runs, in CPU time. The runs of the formats alternate, so that other load on
     the host slows all formats alike; all have the same matrix size. On a busy host threads wait for each
-    other, so one core and its CPU time are measured. Takes about 0.15 s for each format. The number of
-    torch's threads is restored afterwards.
+    other, so one core and its CPU time are measured. Takes about 0.15 s, and longer if a format is slow. The
+    number of torch's threads is restored afterwards.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

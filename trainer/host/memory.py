@@ -25,8 +25,8 @@ def keep_freed_memory() -> None:
 
     By default glibc returns each large block to the system when it is freed, and maps it again later. A step
     of a model of depth 8 then has some 100,000 page faults. They take about 5 % of the step if another
-    process on the host does the same (docs/performance.md). Call this once in a process, before large tensors
-    exist.
+    process trains on the host at the same time (docs/research/performance-log.md). Call this once in a
+    process, before large tensors exist.
     """
     with contextlib.suppress(OSError, TypeError, AttributeError):  # Windows, macOS, musl
         mallopt = ctypes.CDLL(None).mallopt
@@ -37,8 +37,8 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Return to the system the freed memory that glibc keeps because of `keep_freed_memory`.
 
-    The next step maps the memory that it needs again. Call this after work that allocates blocks of other
-    sizes than a step does: the setup, an evaluation, a checkpoint. Without this call, a rank with a model of
+    The next step has to map its memory again. Call this after work that allocates blocks of other sizes than
+    a step does: the setup, an evaluation, a checkpoint. Without this call, a rank with a model of
     depth 8 keeps 0.8 GB from the setup that its steps cannot use.
     """
     with contextlib.suppress(OSError, TypeError, AttributeError):

@@ -2,7 +2,7 @@
 
 with pinned({0, 2, 4, 6}):          # torch has four threads, and all threads run on these processors only
     work()
-pin({0, 2, 4, 6})                   # for good
+pin({0, 2, 4, 6})                   # the same, without restoring anything
 rates = core_rates([0, 2, 4, 6])    # relative to the fastest: {0: 1.0, 2: 0.98, ...}
 """
 

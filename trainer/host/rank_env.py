@@ -27,7 +27,8 @@ class RankEnv:
     master_addr, master_port: address and port of the rendezvous store; "" and 0 if there is only one rank.
     attempt: torchrun's restart count.
     agent_store: whether the agent of torchrun owns the rendezvous store; if not, rank 0 does.
-    addresses: IP addresses of all hosts of an elastic run, in rank order at launch.
+    addresses: IP addresses of all hosts of an elastic run with coordinator_failover, in rank order at launch;
+        else empty.
     first_host: index in `addresses` of the host of rank 0. It changes when the hosts elect another
         coordinator.
     """
@@ -78,7 +79,10 @@ class RankEnv:
 
     @classmethod
     def _of_fleet(cls, host: str) -> RankEnv:
-        """Read FLEET, where torchrun starts the ranks of one host only and does not know the others."""
+        """Read NANOFLEET_RANKS, because in an elastic run each torchrun knows only the ranks of its own host.
+
+        host: name of this host. Raises ConfigError if the variable is invalid.
+        """
         first, world_size, address, *addresses = [*os.environ[FLEET].split(), *3 * [""]]
         name, _, port = address.rpartition(":")
         if not (first.isdecimal() and world_size.isdecimal() and name and port.isdecimal()):
@@ -167,7 +171,7 @@ class RankEnv:
 
     @property
     def has_vote(self) -> bool:
-        """Whether this rank votes for its host in elections of a coordinator, and may become it."""
+        """Whether this rank votes for its host in elections of a coordinator, and can be elected."""
         return self.rank in self.voting
 
     def address(self) -> str:

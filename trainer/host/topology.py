@@ -96,7 +96,7 @@ class Topology:
         ]
 
     def describe(self) -> str:
-        """One line for a person, as "8 performance and 16 efficiency cores, 32 logical CPUs"."""
+        """The topology as one line, such as "8 performance and 16 efficiency cores, 32 logical CPUs"."""
         cores = {cpu.core: cpu.is_efficient for cpu in self.cpus}
         slow = sum(cores.values())
         kinds = (
@@ -163,7 +163,7 @@ def read_topology(root: Path = Path("/"), allowed: Iterable[int] | None = None) 
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """The numbers in `text`, which has the kernel's list format, such as "0-3,8"; none if it is invalid."""
+    """The numbers in `text`, which has the kernel's list format, such as "0-3,8"; empty if it is invalid."""
     numbers: set[int] = set()
     try:
         for part in filter(None, text.strip().split(",")):
@@ -191,7 +191,7 @@ def _speed(folder: Path) -> int:
 
 
 def read_number(path: Path) -> int | None:
-    """The number in a file of /sys; None if there is none."""
+    """The number in the file `path` of /sys; None if the file is missing or contains no number."""
     try:
         return int(_read(path))
     except ValueError:

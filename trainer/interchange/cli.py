@@ -175,7 +175,7 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
 
 def _flags(config: RunConfig, names: tuple[str, ...]) -> list[str]:
-    """The options of `train` for depth, horizon and those settings of `names` that are not defaults."""
+    """The options of `train` for the settings `names`, without defaults except depth and num_iterations."""
     default = RunConfig()
     always = {"depth", "num_iterations"}
     chosen = [name for name in names if name in always or getattr(config, name) != getattr(default, name)]

@@ -54,8 +54,8 @@ def find_pair(path: Path, model_tag: str = "", step: int | None = None, stage: s
 
     model_tag, stage: used for a base directory only. stage: base for a base model, sft for a fine-tuned
     model. model_tag: name of the model's folder; "": the folder d<number> with the largest number, as in
-    nanochat. step: step of the checkpoint; None: the last step. Raises ConfigError if there is no such
-    checkpoint.
+    nanochat, or the newest folder if no name is like this. step: step of the checkpoint; None: the last step.
+    Raises ConfigError if there is no such checkpoint.
     """
     if path.is_file():
         match = MODEL_FILE.fullmatch(path.name)
@@ -112,9 +112,10 @@ def _steps(folder: Path) -> set[int]:
 
 
 def _tagged(checkpoints: Path, model_tag: str) -> Path:
-    """The folder of the model `model_tag` in `checkpoints`; without a tag, the deepest d<number>.
+    """The folder of the model `model_tag` in the folder `checkpoints`.
 
-    If no folder has such a name, the newest one. Raises ConfigError.
+    Without a tag: the folder d<number> with the largest number, or the newest folder if no name is like this.
+    Raises ConfigError if there is no such folder.
     """
     tags = [folder for folder in checkpoints.glob("*") if folder.is_dir()]
     if not tags:

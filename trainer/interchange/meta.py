@@ -144,7 +144,10 @@ def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) 
 
 
 def _aspect_ratio(model: GPTConfig, asked: Any) -> int:
-    """An aspect_ratio that gives the width of the model, preferably `asked`. Raises ConfigError."""
+    """An aspect_ratio that gives the width of the model, preferably `asked`.
+
+    Raises ConfigError if no ratio that is tried gives this width.
+    """
     for ratio in (asked, UPSTREAM_ASPECT_RATIO, model.n_embd // model.n_layer):
         if type(ratio) is not int or not 1 <= ratio < LARGEST:
             continue
@@ -160,7 +163,10 @@ def _aspect_ratio(model: GPTConfig, asked: Any) -> int:
 
 
 def _batch(asked: Any, sequence_len: int) -> int:
-    """Tokens of a step: `asked` if it is a multiple of `sequence_len`, else the default in whole ones."""
+    """Tokens of a step: `asked` if it is a multiple of `sequence_len`, else the default.
+
+    The default is rounded down to a multiple of `sequence_len`, but to one sequence at least.
+    """
     if type(asked) is int and asked >= sequence_len and asked % sequence_len == 0:
         return asked
     return max(1, RunConfig.total_batch_size // sequence_len) * sequence_len

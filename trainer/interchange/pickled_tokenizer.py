@@ -124,7 +124,11 @@ def _fields(data: bytes) -> dict[str, Any]:
 
 
 def _check_instructions(data: bytes) -> None:
-    """Raise DataError if an instruction of the pickle could call, import or allocate memory freely."""
+    """Raise DataError if the pickle is incomplete or has an instruction that is not allowed.
+
+    Allowed are INSTRUCTIONS. A memo index above the number of instructions so far is refused, because the
+    unpickler would allocate memory for all entries up to this index.
+    """
     try:
         for count, (instruction, argument, _) in enumerate(pickletools.genops(data)):
             if instruction.name not in INSTRUCTIONS:

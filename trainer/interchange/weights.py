@@ -21,7 +21,8 @@ NAMED = 4  # names of a list that a message includes
 def read_state_dict(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a model file: {parameter name: tensor}.
 
-    Raises ConfigError, which names the file, if the file cannot be read or has anything else than tensors.
+    The prefix that torch.compile adds to the names is removed. Raises ConfigError, which names the file, if
+    the file cannot be read or has anything else than tensors. An out-of-memory error is not converted.
     """
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)

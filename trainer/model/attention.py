@@ -1,8 +1,8 @@
 """Causal attention with windows; only visible pairs of query and key are computed.
 
-On a CPU the attention of a row is computed as GEMMs, over blocks of queries and their visible keys. These
-GEMMs reach the processor's GEMM rate, also in bfloat16; torch's attention reaches it in bfloat16 only on
-processors with AMX.
+On a CPU the attention of whole sequences is computed as GEMMs, over blocks of queries and their visible keys.
+These GEMMs reach the processor's GEMM rate, also in bfloat16; torch's attention reaches it in bfloat16 only
+on processors with AMX.
 Shapes: B rows, T tokens, H heads of queries with E numbers each; G heads of queries share one head of keys
 and values; N = B * H / G.
 """

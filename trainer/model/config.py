@@ -55,8 +55,9 @@ class GPTConfig:
     ) -> GPTConfig:
         """The shape of a model of `depth` layers.
 
-        The width is depth * aspect_ratio, rounded up to a multiple of head_dim. n_kv_head: the number of
-        heads of keys and values; 0: the number of attention heads.
+        The width is depth * aspect_ratio, rounded up to a multiple of head_dim, the width of a head.
+        n_kv_head: the number of heads of keys and values; 0: the number of attention heads. vocab_size,
+        sequence_len, window_pattern: as for GPTConfig.
         """
         n_head = ceil(depth * aspect_ratio / head_dim)
         kv_heads, n_embd = n_kv_head or n_head, n_head * head_dim

@@ -318,7 +318,11 @@ class GPT(nn.Module):
         x0: Tensor,
         x: Tensor,
     ) -> Tensor:
-        """Apply a layer to x (B, T, D), with its part of x0, the output of the embeddings, and its values."""
+        """Apply layer number `layer` to the weighted sum of x and x0; returns (B, T, D).
+
+        x: the residual stream, (B, T, D). x0: the input of the first layer, in x's shape. block: the layer.
+        idx: token ids, (B, T), for the value embedding. rotary, window, cache: as for Attention.
+        """
         ve = None
         if self.config.has_value_embedding(layer):
             ve = self.value_embeds[str(layer)](idx).to(rotary[0].dtype)

@@ -2,7 +2,7 @@
 
 KVCache is for a batch of rows of equal length, KVCacheRows for rows of different lengths.
 
-Shapes: L layers, B rows, T tokens, H heads of E numbers, D = n_embd.
+Shapes: L layers, B rows, T tokens, H = n_kv_head heads of E = head_dim, D = n_embd.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class KVCache:
     dtype: the model's compute_dtype. device: the device of the tensors.
     k_LBHTE, v_LBHTE: keys and values, (L, B, H, max_len, E). length: the number of tokens of each row so far.
     last_B1D: embedding of the last token, (B, 1, D).
-    Pass the cache to `GPT.forward`, which fills it, under `torch.no_grad()`.
+    Under `torch.no_grad()`, pass the cache to `GPT.forward`, which appends the new tokens.
     """
 
     def __init__(

@@ -66,9 +66,9 @@ def _parts(x_ND: Tensor) -> list[slice]:
 
 
 def _blocks(x_MD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (slice of the vocabulary, tanh(logits / cap), exp(logits)) per block; the caller may modify both.
+    """Yield (slice of the vocabulary, tanh(logits / cap), exp(capped logits)) for each block.
 
-    The tensors are (M, W).
+    The tensors are (M, W). The caller may modify both.
     """
     columns = _block_shape(x_MD)[1]
     for start in range(0, len(weight_VD), columns):
@@ -97,7 +97,7 @@ class _Softmax:
         return (self.sums.log() - LOGIT_CAP * self.squashed) * self.counts
 
     def target_gradients(self) -> Tensor:
-        """The derivative of each token's loss by the uncapped logit of its target, (M,); 0 if ignored."""
+        """Derivatives of the losses with respect to the targets' uncapped logits, (M,); 0 for target -1."""
         shares = (LOGIT_CAP * self.squashed).exp() / self.sums
         return (shares - 1) * (1 - self.squashed.square()) * self.counts
 
@@ -124,9 +124,10 @@ def _add_rows(total_VD: Tensor, rows_M: Tensor, values_MD: Tensor) -> None:
 class _SummedLoss(torch.autograd.Function):
     """Computes the loss and both gradients in forward, in one pass over the tokens; backward returns them.
 
-    The derivative by a logit is (p - [target]) (1 - tanh^2) with p = exp(logit) / sum. The blocks leave out
-    the division: the other factor of each GEMM is divided instead. They leave out the targets too, whose rows
-    are added separately: where p is close to 1, p - 1 is computed before rounding to a narrow format.
+    The derivative with respect to an uncapped logit is (p - t) (1 - tanh^2), where p = exp(capped logit) /
+    sum, and t is 1 for the target, else 0. The blocks are not divided by the sum: the other factor of each
+    GEMM is divided instead. The blocks are 0 at the targets, whose gradients are added separately: where p is
+    close to 1, p - 1 is computed before it is rounded to a narrow format.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Learning rates over the steps of a run, and their scaling with batch and model size: pure functions.
+"""Schedules of learning rates and of Muon's momentum and weight decay; scaling with batch and model size.
 
 "Scaling parameters" are the transformer matrices plus lm_head (`trainer.model.gpt.scaling_params`). The
 reference model, which the base rates were tuned on, has depth 12 and the same vocabulary and head width.
@@ -22,8 +22,8 @@ SFT_MOMENTUM_WARMUP_STEPS = 300
 class BatchScales(NamedTuple):
     """Factors of the base learning rates and of Muon's weight decay.
 
-    lr: factor of all learning rates, except those of smear and backout. weight_decay: factor of Muon's weight
-    decay.
+    lr: factor of all learning rates, except those of the parameters smear_gate, smear_lambda and
+    backout_lambda. weight_decay: factor of Muon's weight decay.
     """
 
     lr: float
@@ -139,7 +139,7 @@ def muon_weight_decay(step: int, num_iterations: int) -> float:
 
 
 def _warmdown(step: int, num_iterations: int, warmdown_ratio: float) -> float:
-    """The fraction of the warm-down that is done at `step`, from 0 to 1."""
+    """The completed fraction of the warm-down, the final fall of the learning rates, at `step`: 0 to 1."""
     warmdown_steps = round(warmdown_ratio * num_iterations)
     start = num_iterations - warmdown_steps
     if step <= start:

@@ -74,7 +74,10 @@ def polar_express(X: Tensor) -> Tensor:
 
 
 def _polar_express_of_gram(A: Tensor) -> Tensor:
-    """The product of all steps as one matrix, from the Gram matrix A: polynomials in A, which commute."""
+    """The matrix that has the effect of all five iterations when X is multiplied by it.
+
+    A: the Gram matrix of X. Each iteration multiplies X by a polynomial in A, and polynomials in A commute.
+    """
     P = A
     for step, (a, b, c) in enumerate(POLAR_EXPRESS):
         Q = torch.addmm(A, A, A, beta=b, alpha=c)

@@ -137,7 +137,7 @@ class CostModel:
     def step(self, mode: str, rows: int, shares: Sequence[int] = ()) -> float:
         """Predicted seconds of a step of `rows` rows over all ranks, in the sync mode `mode`.
 
-        shares: rows per rank, by default self.shares(rows).
+        shares: rows per rank, by default self.shares(rows). Raises ValueError for an unknown mode.
         """
         _check(mode)
         shares = shares or self.shares(rows)
@@ -161,7 +161,8 @@ class CostModel:
     def network(self, mode: str, rows: int) -> float:
         """Predicted seconds of a rank's transfers in a step of `rows` rows in the sync mode `mode`.
 
-        The result is 0 with one rank. It includes transfers that overlap with computation.
+        The result is 0 with one rank. It includes transfers that overlap with computation. Raises ValueError
+        for an unknown mode.
         """
         _check(mode)
         if self.link is None:
@@ -179,10 +180,10 @@ class CostModel:
         return max(cost / total * speed.muon for cost, speed in zip(of_rank, self.speeds, strict=True))
 
     def pays_from(self, mode: str, rows: int) -> int | None:
-        """The least rows of a step with which all ranks together are faster than the single-host baseline.
+        """The smallest number of rows per step with which all ranks are faster than the single-host baseline.
 
         mode: the sync mode. rows: rows of a step of the run; its multiples up to LARGEST times are tried.
-        None if none of these multiples is large enough.
+        Returns None if all ranks are not faster with any of these multiples.
         """
         batches = (times * rows for times in range(1, LARGEST + 1))
         return next((each for each in batches if self.step(mode, each) < self.single_host(each)[0]), None)

@@ -104,7 +104,8 @@ class RankMeasurements:
 
     speed: the measured seconds of the rank on the device of the run.
     link: bandwidth and latency to the other ranks; None with one rank.
-    gpu: the measured seconds on the rank's GPU if this GPU is idle, because other ranks have none; else None.
+    gpu: the measured seconds on the idle GPU of the rank, which the run does not use because other ranks have
+        no GPU; None without an idle GPU, or if its memory is too small.
     gpu_too_small: whether the memory of the idle GPU is too small for this model and micro-batch.
     """
 
@@ -133,9 +134,9 @@ def measure_all(
     """Measure speed and link of every rank; every rank returns the results of all ranks. A collective call.
 
     model, optimizer: of this rank; weights and optimizer state are overwritten. numerics: device and number
-    formats of this rank. gpu: those of its idle GPU; None if this rank has no idle GPU. batch_size: rows of a
-    micro-batch. The results are in rank order. All ranks measure at the same time, because ranks of one host
-    also share its processors in a step.
+    formats of this rank. gpu: device and number formats of the GPU that the run does not use, because other
+    ranks have no GPU; None without such a GPU. batch_size: rows of a micro-batch. The results are in rank
+    order. All ranks measure at the same time, because ranks of one host also share its processors in a step.
     """
     link = measure_link(group, numerics.device)
     speed = measure_speed(model, optimizer, batch_size)
@@ -147,8 +148,8 @@ def measure_all(
 def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config: RunConfig) -> StepWork:
     """The sizes of a step of a run, for the cost model.
 
-    model, optimizer, data, plan, config: those of the run. The active rows of an embedding are counted in the
-    first training rows of `data`.
+    model, optimizer, data, plan, config: those of the run. The number of active embedding rows is counted in
+    the sequences that the run trains on first.
     """
 
     @functools.cache
@@ -203,7 +204,7 @@ def decide(
     measured, names: measurements and name of each rank.
     plan, config: plan and settings of the run. work: the sizes of a step.
     by_speed: whether the rows are split by speed.
-    obstacles: {rank: why the run cannot move to its host}; ranks to which it can move are missing.
+    obstacles: {rank: why the run cannot move to its host}; a rank to whose host the run can move is missing.
     Muon's matrices are assigned to owner ranks by speed if `by_speed` is True or sync is auto. If the GPU of
     one rank is faster than all ranks together and there is no obstacle, the field `alone` of the placement
     names that rank.

@@ -118,9 +118,10 @@ def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
 
 
 def _seconds_of(work: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """The mean seconds of `work` over repetitions that take `least` seconds together, without the first one.
+    """The mean seconds of a call of `work`, over calls that together take at least `least` seconds.
 
-    Repetitions end early before they exceed PATIENCE_SECONDS; if only the first one fits, it counts.
+    The first call is excluded. No call starts that would exceed PATIENCE_SECONDS in all; if there is only the
+    first call, the result is its time.
     """
     times: list[float] = []
     began = time.monotonic()

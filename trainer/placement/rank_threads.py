@@ -3,8 +3,8 @@
     numerics = bind_threads(numerics, config, env, run_dir, log)      # on a CPU, before the rank computes
 
 threads.json in the run directory keeps the chosen processors of this host, so that a restart does not measure
-again. They are chosen again if the shape of the model, the number format, the version of torch or the set of
-usable processors has changed. A checkpoint has the chosen processors too
+again. They are chosen again if the shape of the model, the number format, the version of torch, the CPU or
+the set of usable processors has changed. A checkpoint has the chosen processors too
 (`trainer.host.numerics.restore_numerics`).
 """
 
@@ -51,8 +51,8 @@ def bind_threads(
 
     numerics: device, number formats and threads of this rank. config, env: settings and environment of this
     rank. run_dir: keeps the chosen processors in threads.json. Returns `numerics` with the number of threads
-    and the binding. If a host has several ranks, and as many as NUMA nodes, each rank is bound to its own
-    node; any other number of ranks is not bound.
+    and the binding. Several ranks on a host are bound only if there are as many ranks as NUMA nodes: each
+    rank is then bound to the processors of its own node.
     """
     if not can_pin():
         return numerics
@@ -116,7 +116,8 @@ def read_choice(path: Path) -> Json:
     """Read the processors that an earlier start of the run has chosen, from `path`, a threads.json.
 
     Returns {} if the file is missing or cannot be used; else a dict with the keys
-    of: dict of what they were chosen for (shape, number format, torch, usable processors).
+    of: dict of the values for which the processors were chosen: model shape, number format, version of torch,
+        name of the CPU, usable processors and their number.
     cpus: the processors in list format, such as "0-7".
     threads: number of threads.
     name: name of the set of processors, such as "all physical cores".
@@ -133,9 +134,9 @@ def read_choice(path: Path) -> Json:
 
 
 def _choose(numerics: Numerics, topology: Topology, config: RunConfig, log: RunLogger) -> Json:
-    """Measure the sets of processors, unless there is only one: {"cpus", "threads", "name", "ms"}.
+    """Choose the set of processors by measurement, or without one if there is only one set.
 
-    `ms` has the milliseconds by name of a set; {} if nothing was measured.
+    Returns a dict with the keys cpus, threads, name and ms, as in `read_choice`.
     """
     candidates = candidates_of(topology)
     if len(candidates) == 1:
@@ -191,7 +192,7 @@ def propose_ranks(
 
 
 def _reason(choice: Mapping[str, Any]) -> str:
-    """Why the processors of `choice`, with what was measured, for the tracker."""
+    """The text for the tracker: why the processors in `choice` were chosen, with the measured times."""
     if not choice["ms"]:
         return f"{choice['name']}: no other set to measure"
     return f"{choice['name']}: fastest of " + ", ".join(f"{n} {ms:g} ms" for n, ms in choice["ms"].items())

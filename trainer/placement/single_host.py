@@ -74,8 +74,9 @@ def find_obstacles(
     peers: Sequence[Peer],
     requested: bool,
 ) -> dict[int, str]:
-    """{rank: why the run cannot move to its host}. Ranks to which the run can move are missing.
+    """The reasons why the run cannot move to the host of a rank: {rank: reason}.
 
+    A rank to whose host the run can move is missing.
     config: settings of the run. fixed_shares: rows per rank that are set by hand; empty for none.
     meta: content of meta.json of the checkpoint that the run starts from; {"step": 0} without a checkpoint.
     peers: all ranks, in rank order.

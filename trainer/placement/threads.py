@@ -122,8 +122,8 @@ def choose_threads(
 def _seconds_of(work: Callable[[], object], hopeless: float) -> float:
     """The mean seconds of `work`, without the first run, which starts threads.
 
-    If the second run takes longer than `hopeless` seconds, or the first one twice that, it is the last one
-    and alone counts.
+    If the second run takes longer than `hopeless` seconds, or the first run longer than twice `hopeless`, no
+    further run starts, and the result is the time of this run alone.
     """
     times: list[float] = []
     while len(times) <= LEAST_TIMES or sum(times[1:]) < LEAST_SECONDS:
@@ -173,7 +173,7 @@ def layer_work(
 
 
 def _thinner(matrix: torch.Tensor, part: float) -> torch.Tensor:
-    """The first `part` of the shorter side of `matrix`, LEAST_ROWS at least."""
+    """A view of `matrix` whose shorter side is cut to the fraction `part`, but to LEAST_ROWS at least."""
     axis = 0 if matrix.size(0) <= matrix.size(1) else 1
     size = matrix.size(axis)
     return matrix.narrow(axis, 0, min(size, max(LEAST_ROWS, int(part * size))))

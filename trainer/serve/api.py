@@ -72,7 +72,10 @@ class GenerationBody(BaseModel):
     n: Literal[1] | None = 1
 
     def sampling(self) -> Sampling:
-        """How the tokens of the answer are drawn. A field that is None has the default of Sampling."""
+        """How the tokens of the answer are drawn. A field that is None has the default of Sampling.
+
+        A temperature below COLDEST becomes 0. The seed is taken modulo 2^63.
+        """
         default = Sampling()
         temperature = default.temperature if self.temperature is None else self.temperature
         if 0 < temperature < COLDEST:

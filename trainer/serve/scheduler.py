@@ -118,7 +118,7 @@ class Scheduler:
             request.deliver([], "stopped")
 
     def _admit(self) -> bool:
-        """Wait until there is a request; make waiting ones active. Returns False once it is stopped."""
+        """Wait until there is a request, then activate waiting requests. Returns False after `stop`."""
         with self._changed:
             self._changed.wait_for(lambda: self.active or self.waiting or self._stopping)
             self.active = [each for each in self.active if not each.cancelled]

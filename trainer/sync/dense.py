@@ -16,7 +16,7 @@ from trainer.sync.buckets import OwnerMode, add_only_active_rows, flatten_gradie
 
 
 class Dense(OwnerMode):
-    """Reduces all gradients after backward; broadcasts the weights of the Muon matrices after the step."""
+    """The sync mode dense: reduces gradients after backward, broadcasts Muon's matrices after the step."""
 
     def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
         super().__init__(group, model, optimizer)

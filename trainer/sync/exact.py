@@ -46,8 +46,9 @@ class Bucket:
 
 
 class Exact(OwnerMode):
-    """Sends active rows of embeddings, and buckets of other gradients, in the same order on all ranks.
+    """The sync mode exact: sends active rows of embeddings, and other gradients in buckets.
 
+    Buckets are sent in the same order on all ranks.
     row_dtype: number format of the gradients of embeddings on the network; None: that of the tables.
     """
 
@@ -94,7 +95,10 @@ class Exact(OwnerMode):
         return [buckets[key] for key in sorted(buckets, key=lambda key: (-key[0], key[1]))]
 
     def _split_head(self, head: nn.Parameter) -> list[slice]:
-        """Divide the rows of lm_head among the ranks; keep the optimizer state of this rank's rows only."""
+        """Divide the rows of lm_head among the ranks; returns the rows of each rank, in rank order.
+
+        This rank then keeps the optimizer state of its own rows only.
+        """
         blocks, world_size = len(head) // BLOCK_ROWS, self._group.world_size
         ends = [blocks * (rank + 1) // world_size * BLOCK_ROWS for rank in range(world_size)]
         rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
@@ -131,10 +135,10 @@ class Exact(OwnerMode):
             self._send_next()
 
     def _hook(self) -> Callable[[nn.Parameter], None]:
-        """The hook on each accumulated gradient: `_on_gradient`.
+        """A hook for each accumulated gradient, which calls `_on_gradient`.
 
-        It has a weak reference to this object, because torch keeps a hook from which its parameter can be
-        reached for ever, and with it the model.
+        The hook has only a weak reference to this object. If its parameter could be reached from the hook,
+        torch would never free the hook and the model.
         """
         on_gradient = weakref.WeakMethod(self._on_gradient)
 
@@ -209,10 +213,10 @@ class Exact(OwnerMode):
         return [self._group.start_broadcast(part, owner) for owner, part in enumerate(weights)]
 
     def _finish_head(self) -> None:
-        """Complete the gradients of lm_head if all ranks step it, as in Fast."""
+        """Does nothing. Fast, in which all ranks step lm_head, completes the gradients of lm_head here."""
 
     def _parts_of_head(self, flat: Tensor) -> list[Tensor]:
-        """The part of each owner rank of a flat tensor like lm_head."""
+        """Views of the part of each owner rank, in rank order. flat: a flat tensor of lm_head's size."""
         width = self._head.parameters[0].size(1)
         return [flat[rows.start * width : rows.stop * width] for rows in self._head_rows]
 

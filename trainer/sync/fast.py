@@ -4,7 +4,8 @@ Transfers are rounded to bfloat16; sums, moments and weights stay in the format 
 matrix are reduced to its owner rank, which broadcasts its rounded update; every rank, the owner too,
 subtracts the rounded update. The gradients of lm_head are reduced in parts, one part by each rank, and
 broadcast rounded. Gradients of embeddings are rounded, the values of their rows are not. So all ranks hold
-equal bytes after each step, which differ from those of the other modes.
+equal bytes after each step, except embedding rows that a rank has not fetched. The values differ from those
+of the other modes.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Fast(Exact):
         return []
 
     def _send_head(self) -> list[Pending]:
-        """Start an all-reduce of lm_head: each rank sums one part, then broadcasts it rounded.
+        """Start to all-reduce the gradients of lm_head: each rank sums one part, then broadcasts it rounded.
 
-        The wait for the first transfer starts the second one and returns its Pending.
+        Waiting for the returned Pending starts the broadcasts; its result is the Pending of the broadcasts.
         """
         group, parts = self._group, self._head.gradients.tensor_split(self._group.world_size)
         reduced = [group.start_reduce(part, rank, TRANSFER_DTYPE) for rank, part in enumerate(parts)]

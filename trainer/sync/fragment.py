@@ -42,7 +42,7 @@ class Outer:
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether the unsent part of a pseudo-gradient stays in a rank's parameters; if not, in a buffer."""
+        """Whether the unsent part of a pseudo-gradient stays in a rank's parameters, not in a buffer."""
         return self.topk > 0
 
     @classmethod
@@ -67,7 +67,7 @@ class SyncRound(NamedTuple):
     rows: for an embedding, the numbers of the rows that are sent, int64; None: all values are sent.
     decay: the factor by which weight decay has reduced rows without tokens since the previous round.
     table: packed pseudo-gradients and token count of each rank, uint8, (world_size, bytes).
-    pending: waits for the transfer.
+    pending: function that waits for the transfer.
     rank: row of this rank in `table`. tokens: number of tokens of this rank since the previous round.
     """
 

@@ -65,7 +65,7 @@ COUNT_BYTES = 8  # the token count of a rank, an int64 that follows its packed v
 
 
 class Local(SyncMode):
-    """The sync mode local: each rank trains its own parameters, and sync rounds bring them together.
+    """The sync mode local: each rank trains its own parameters, and sync rounds average the changes.
 
     A sync round updates the outer parameters, which are equal on all ranks. group: the ranks. model,
     optimizer: those of this rank. outer: the settings of sync=local; None: their defaults.
@@ -225,11 +225,12 @@ class Local(SyncMode):
     def regroup(self, group: Collectives, step: int, is_new: bool, last: int) -> int:
         """Continue with the ranks of `group`; returns the number of completed steps from which they continue.
 
-        That is the number of rank 0, unless rank 0 has missed steps of the other ranks. All ranks of `group`
-        call it; if a rank is lost meanwhile, the next group calls it again. step: number of steps that rank 0
-        has completed. is_new: whether this rank has just joined and takes the outer parameters from the other
-        ranks; False on rank 0. last: the highest result, one less than the steps of the run, so that the last
-        step, after which the run is saved, is trained again. Raises PeerLost if a rank is lost.
+        The result is `step`, or, if a rank is more than one step ahead of it, one less than the steps of that
+        rank. All ranks of `group` call it; if a rank is lost meanwhile, the next group calls it again. step:
+        number of steps that rank 0 has completed. is_new: whether this rank has just joined and receives the
+        outer parameters from the other ranks; False on rank 0. last: the highest result, one less than the
+        steps of the run, so that the last step, after which the run is saved, is trained again. Raises
+        PeerLost if a rank is lost.
         """
         for fragment in self._fragments:
             fragment.compressor = fragment.make_compressor(self._outer)
@@ -271,8 +272,9 @@ class Local(SyncMode):
     ) -> None:
         """Send the outer parameters of `fragment` from rank `source` to the ranks `behind`.
 
-        completed, checksum: of the last round that `source` has completed. A rank that takes part in this
-        round keeps what it has learned since its start; another one continues from the outer parameters.
+        completed, checksum: start step and checksum of the last round that `source` has completed. A rank
+        that takes part in this round keeps its changes since the start of the round; another rank continues
+        from the outer parameters.
         """
         group = self._group
         sent = [*fragment.outer, *fragment.momentum]
@@ -345,9 +347,11 @@ class Local(SyncMode):
     def copy_outer(self, known: dict[int, tuple[int, int]]) -> Iterator[dict[str, Tensor]]:
         """Yield a copy of the outer state of each fragment, one at a time, while another thread trains.
 
-        A copy is {index: CPU tensor}: number of the fragment with its round and checksum, outer parameters,
-        momentum, steps of active rows. known: {number of a fragment: round and checksum} of the copies that
-        the receiver has. These fragments are left out, and the yielded ones are added.
+        A copy is {"0": tensor, "1": tensor, ...}, on the CPU. Tensor 0 has three numbers: the fragment, the
+        start step of its last complete round, and the checksum of this round. The other tensors are the outer
+        parameters, their momentum and, for an embedding, the last active step of each row.
+        known: {fragment: (start step, checksum)} of the copies that the receiver has. A fragment with the
+        same values is left out. Yielded fragments are added to `known`.
         """
         for number, fragment in enumerate(self._fragments):
             with self._lock:
@@ -363,7 +367,7 @@ class Local(SyncMode):
 
     @torch.no_grad()
     def load_outer(self, states: Iterable[Mapping[str, Tensor]]) -> None:
-        """Load what `copy_outer` of another rank has yielded; this rank continues from these parameters."""
+        """Load the copies that `copy_outer` of another rank has yielded, into the model's parameters too."""
         for state in states:
             (number, completed, checksum), *tensors = state.values()
             fragment = self._fragments[int(number)]
@@ -407,7 +411,7 @@ class Local(SyncMode):
         return states
 
     def state_without_rounds(self) -> dict[str, ParameterState]:
-        """The result of `common_state` if the rounds in flight were taken back. Changes nothing."""
+        """The result of `common_state` as if the rounds in flight had not started. Changes nothing."""
         states: dict[str, ParameterState] = {}
         for fragment in self._fragments:
             synced_at, decay = fragment.synced_at, fragment.decay

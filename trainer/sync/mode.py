@@ -44,8 +44,8 @@ class SyncMode(Protocol):
         The gradient of a Muon matrix, or of a row with an owner rank, is reduced to the owner rank only,
         every other gradient to all ranks; the sums are divided by `tokens`. dense completes this here, exact
         and fast in `step`. local sends nothing: each rank divides its own gradients by `mine`.
-        tokens: the number of target tokens with a loss in the step, over all ranks. mine: the same for this
-        rank; 0: an equal part.
+        tokens: the number of target tokens with a loss in the step, over all ranks. mine: this number for
+        this rank alone; 0: `tokens` divided by the number of ranks.
         """
 
     def step(self) -> None:
@@ -101,8 +101,8 @@ class SyncMode(Protocol):
         return {}
 
     def load(self, step: int, common: Mapping[str, ParameterState], own: Mapping[str, Tensor]) -> None:
-        """Restore the mode as it was after `step`.
+        """Restore the mode as it was after `step`, the number of completed steps.
 
-        common, own: results of `common_state` and `rank_state` then. The model holds the shared parameters; a
-        rank whose `own` is empty continues from them.
+        common, own: the results of `common_state` and `rank_state` after this step. The model must already
+        hold the shared parameters; a rank whose `own` is empty continues from these parameters.
         """

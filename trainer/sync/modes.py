@@ -22,8 +22,9 @@ def make_sync(
 ) -> SyncMode:
     """Create the sync mode named `mode` for the parameters of `model`.
 
-    With one rank, the mode fast is the mode exact. group: the ranks. optimizer: the optimizer of `model`.
-    outer: the settings of sync=local; None: their defaults. Raises ConfigError if no mode has this name.
+    mode: dense, exact, fast or local; with one rank, fast creates the mode exact. group: the ranks.
+    optimizer: the optimizer of `model`. outer: the settings of sync=local; None: their defaults. Raises
+    ConfigError if no mode has this name.
     """
     if mode == "local":
         return Local(group, model, optimizer, outer)

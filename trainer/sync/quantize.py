@@ -22,7 +22,8 @@ FITS = 4  # iterations of Lloyd's algorithm; further ones change the squared err
 class Quantizer:
     """Packs a flat tensor of floats into bytes.
 
-    bits: the bits of a packed value: 2, 4, 8 or 32. With 32, values of 32 bits are copied unchanged.
+    bits: the bits of a packed value: 2, 4, 8 or 32. With 32, values of 32 bits are copied unchanged. Raises
+    ValueError for other numbers.
     """
 
     def __init__(self, bits: int) -> None:
@@ -90,7 +91,7 @@ def _pack_signs_and_levels(blocks: Tensor) -> Tensor:
 
 
 def _fit_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """The two levels (blocks, 1) per block of least squared error to its `magnitudes` (blocks, values)."""
+    """Two levels per block, (blocks, 1) each, fitted by Lloyd's algorithm. magnitudes: (blocks, values)."""
     total, size = magnitudes.sum(dim=1, keepdim=True), magnitudes.shape[1]
     low = high = threshold = total / size
     for _ in range(FITS):

@@ -1,4 +1,4 @@
-"""Embedding tables sharded by rows: each row has one owner rank, which steps it and holds its moments.
+"""Embedding tables sharded by rows: each row has one owner rank, which updates it and holds AdamW's moments.
 
 A row is used only when its token occurs in a step, and every rank knows the batch of a step. So a rank
 fetches the values of its active rows from their owner ranks before the forward pass, and sends the owners
@@ -6,9 +6,9 @@ their gradients after the backward pass. Other rows are not sent, and no rank ha
 A row that a rank neither owns nor has fetched for the step is stale on this rank: it has an old value.
 `refresh` updates all rows on all ranks.
 
-Rows are owned in blocks of BLOCK_ROWS, the first block by rank 0, the next by rank 1 and so on: the token ids
-of a tokenizer are sorted by frequency, so that ranks have about as many active rows each. When an elastic run
-loses ranks, the others keep their blocks, and own those of the lost ranks in turn (`owners_of_blocks`).
+Rows are owned in blocks of BLOCK_ROWS: rank 0 owns the first block, rank 1 the next, and so on in turn. The
+token ids of a tokenizer are sorted by frequency, so all ranks own about equally many active rows. When an
+elastic run loses ranks, the others keep their blocks and divide those of the lost ranks (`owners_of_blocks`).
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class RowShards:
             table[others] = received[:, columns]
 
     def _add(self, number: int, gradient: Tensor) -> Tensor:
-        """Hook on the sparse gradient of a table: add its rows to those of the step, leave autograd nothing.
+        """Hook on the sparse gradient of a table: add its rows to self._gradients; returns an empty gradient.
 
-        The gradients of a repeated token are added in a fixed order: on a CPU `index_add_` adds one after
-        another, on a GPU `index_put_` sorts them first.
+        number: the index of the table. The gradients of a repeated token are added in a fixed order: on a CPU
+        `index_add_` adds one after another, on a GPU `index_put_` sorts them first.
         """
         indices, values = gradient._indices(), gradient._values()
         rows, total = self._position[indices[0]], self._gradients[:, self._columns[number]]
@@ -169,7 +169,11 @@ class RowShards:
     def _exchange(
         self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]
     ) -> tuple[Tensor, Pending]:
-        """Start an exchange of rows of all tables; sends and receives are numbers of rows, by rank."""
+        """Start an exchange of rows of all tables; returns (received rows, pending).
+
+        rows: (n, sum of all D), the rows to send. sends, receives: numbers of rows, by rank; the entry of
+        this rank is ignored.
+        """
         numbers = [
             [self._width * count * (rank != self._group.rank) for rank, count in enumerate(counts)]
             for counts in (sends, receives)
@@ -181,9 +185,9 @@ class RowShards:
 def owners_of_blocks(places: Sequence[int], n_places: int, n_blocks: int) -> list[int]:
     """The owner rank of each of `n_blocks` blocks of rows.
 
-    places: the place of each rank among `n_places`, which it keeps when other ranks are lost or join. The
-    places own the blocks in turn. The ranks own the blocks of places without a rank in turn, so that a lost
-    rank costs the others little: each keeps its blocks.
+    places: by rank, a number below `n_places` that the rank keeps when other ranks are lost or join. Block b
+    belongs to the rank with the place b % n_places. Blocks whose place has no rank are assigned to all ranks
+    in turn, so each remaining rank keeps its blocks when another one is lost.
     """
     rank_of = {place: rank for rank, place in enumerate(places)}
     in_turn = itertools.cycle(range(len(places)))

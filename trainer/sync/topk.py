@@ -3,7 +3,7 @@
     compressor = TopK(320, Quantizer(2))   # 320 of each 4,096 values, quantized to 2 bits
     compressor.bytes_per_value             # 0.075
 
-The values that are not sent remain with the rank and compete again in the next sync round: SparseLoCo, arXiv
+The values that are not sent remain on the rank, and its next pseudo-gradient contains them: SparseLoCo, arXiv
 2508.15706; DeMo, 2411.19870.
 
 The ascending positions of a chunk are packed in an Elias-Fano code (Elias 1974): the low bits of each

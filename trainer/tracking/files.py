@@ -1,7 +1,7 @@
 """The tracking files in a run directory.
 
 facts.json     run_id, experiment, params and tags of the run
-metrics.jsonl  one line for each step and evaluation: step, figures, time
+metrics.jsonl  one line for each step and evaluation: step, figures (numbers by name, such as loss), Unix time
 system.jsonl   one line for each sample of the host of rank 0: number of the sample as `step`, figures, time
 samples/       generated texts, step_000100.txt
 core/          accuracy by task of an evaluation of CORE, step_000100.csv
@@ -168,7 +168,7 @@ class JsonLines:
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Append a line of JSON. A value that is not finite becomes null.
 
-        step: number of the step. values: {figure: value}. time: Unix time.
+        step: number of the step. values: values by name, such as {"loss": 3.2}. time: Unix time.
         """
         figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.append(json.dumps({"step": step, **figures, "time": time}).encode() + b"\n", step)

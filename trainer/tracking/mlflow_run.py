@@ -140,7 +140,10 @@ class MlflowRun:
         return self._ask(self._client.create_run, number, tags=tags, run_name=self._facts.run_id)
 
     def _describe(self, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Send params and tags that the server lacks. MLflow forbids to change a param: it becomes a tag."""
+        """Send the params and tags of facts.json that the server lacks. params, tags: those that it has.
+
+        MLflow does not allow changing a param. The new value of a changed param is sent as a tag.
+        """
         from mlflow.entities import Param, RunTag
 
         wanted = {clean_key(key): value[:PARAM_CHARACTERS] for key, value in self._facts.params.items()}
@@ -212,7 +215,10 @@ def describe_failure(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """A short reason without passwords: the operating system's for a network error, else the server's."""
+    """The reason for `error` as a short text without passwords.
+
+    For a network error, it is the text of the operating system; else the first line of the error's message.
+    """
     inner = error
     while (cause := inner.__cause__ or inner.__context__) is not None:
         inner = cause

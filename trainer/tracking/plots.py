@@ -36,7 +36,7 @@ def prepare() -> None:
 
 
 def make_plots(run_dir: Path) -> list[Path]:
-    """Draw the plots for which metrics.jsonl has figures; returns their paths.
+    """Draw the plots for which metrics.jsonl has values; returns their paths.
 
     If there are plots and all of them are at least as new as metrics.jsonl, nothing is drawn.
     """
@@ -67,9 +67,9 @@ Series = dict[str, tuple[list[int], list[float]]]
 
 
 def read_series(path: Path) -> Series:
-    """Read metrics.jsonl. Returns {figure: (steps, values)}.
+    """Read metrics.jsonl. Returns (steps, values) by name: {"loss": ([1, 2], [10.2, 9.8]), ...}.
 
-    path: the file. Points are left out at equal distances, so that a figure has fewer than 2 * POINTS.
+    path: the file. Of a long series, only every n-th point is kept, so that fewer than 2 * POINTS remain.
     """
     counts: Counter[str] = Counter()
     for _, line in files.read_lines(path):

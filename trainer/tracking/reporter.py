@@ -52,9 +52,10 @@ class Reporter:
     cost: StepCost
 
     def __init__(self, run_status: RunStatus, attempt: Attempt, log: RunLogger, routine: bool = True) -> None:
-        """Prepare to report for this rank. run_status, attempt, log: of the rank.
+        """Prepare to report for this rank.
 
-        routine: whether this rank logs steps; one rank per host does so.
+        run_status, attempt, log: run status, attempt and logger of the rank. routine: whether this rank logs
+        steps; one rank per host does so.
         """
         self.run_status, self.attempt, self.log, self.routine = run_status, attempt, log, routine
         self.tracker: Tracker | None = None
@@ -181,7 +182,10 @@ class Reporter:
         return state.smooth_loss / total
 
     def _progress(self, seconds: float) -> dict[str, float]:
-        """FLOPs, seconds and passes over the dataset so far, and the use of the GEMM rate in percent."""
+        """Add the `seconds` of a step to the training time; returns FLOPs, time, epochs so far, and mfu.
+
+        mfu: the percentage of the GEMM rate of all ranks that the step reached; missing if it is unknown.
+        """
         state, plan, cost = self.train_state, self.plan, self.cost
         state.training_seconds += seconds
         flops = cost.flops_per_token * plan.total_batch_size

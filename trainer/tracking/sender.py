@@ -115,13 +115,13 @@ class Sender:
     def finish(self, outcome: str | None) -> None:
         """Send the rest at the end of a run: figures, samples, final status, plots and the other files.
 
-        outcome: the outcome in outcome.json; None if there is none: no final status is sent then. If the
-        outcome is retryable, plots and the other files are left for the next attempt.
+        outcome: finished, stopped, retryable or final; None if there is no outcome. Without an outcome, no
+        final status is sent. If it is retryable, plots and the other files are left for the next attempt.
         """
         self._recreate_if_lost(lambda: self._finish(outcome))
 
     def _recreate_if_lost(self, work: Callable[[], None]) -> None:
-        """Call `work`. If the server has lost the run, call it again with a new run and no figure sent."""
+        """Call `work`. If the server has lost the run, call it again to create the run and send all."""
         try:
             work()
         except RunLostError:
@@ -277,7 +277,7 @@ def _was_elected(run_dir: Path) -> bool:
 
 
 def _prepare_plots() -> None:
-    """Import what draws the plots before the end of the run, which would wait for it."""
+    """Import matplotlib during the run, so that the end of the run does not wait for the import."""
     with contextlib.suppress(Exception):  # reported when the plots are drawn
         from trainer.tracking.plots import prepare
 
@@ -307,7 +307,7 @@ class OutcomeReader:
 
 
 def exit_after(seconds: float) -> None:
-    """End this process after `seconds`, even if it waits for the server."""
+    """End this process with exit code 1 after `seconds`, even if it waits for the server. Returns at once."""
     timer = threading.Timer(seconds, os._exit, [1])
     timer.daemon = True
     timer.start()

@@ -67,7 +67,7 @@ class Tracker:
             self._sender = SenderProcess(run_dir, uri, log)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line to metrics.jsonl. step: number of completed steps. values: {figure: value}."""
+        """Append a line to metrics.jsonl. step: number of completed steps. values: such as {"loss": 3.2}."""
         self._metrics.write(step, values, time.time())
 
     @property
