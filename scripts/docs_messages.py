@@ -70,6 +70,8 @@ EXAMPLES = {
     "run_remove_save_first": "ansible-playbook stop.yml -e run_id=<run> (saves and stops it), then repeat "
     "the command. Or, to lose what is not saved:",
     "range_change": "give <interface> another range of addresses (on <host>)",
+    "run_state_unknown": "No host has a run <run>. Known runs: <runs>. Fix: repeat the command with one of "
+    "them: -e run_id=NAME",
     "over": "<interface>",
     "other_port": "use another port: write store_port: PORT into group_vars/fleet.yml of the inventory, "
     "then: ansible-playbook setup.yml",

@@ -183,12 +183,13 @@ class RunConfig:
             self._require(
                 "local_delay",
                 0 <= self.local_delay < self.local_steps,
-                f"must be at least 0 and below local_steps, {self.local_steps} here",
+                f"must be at least 0 and below local_steps ({self.local_steps}); "
+                f"use {min(1, self.local_steps - 1)}",
             )
         if self.num_iterations and self.target_flops:
             raise ConfigError(
-                f"num_iterations is {self.num_iterations} and target_flops {self.target_flops:g}: "
-                "give one of them."
+                f"num_iterations is {self.num_iterations} and target_flops is {self.target_flops:g}, but "
+                "only one of them can set the length of the run. Leave one of them out."
             )
         self._require("head_dim", self.head_dim % 2 == 0, "must be even: rotary positions work on pairs")
         self._require(
@@ -352,7 +353,7 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
         f"takes {', '.join(NEAR_MODES)}, or nothing",
         "sync_allow",
     ),
-    (re.compile("[SL]+").fullmatch, "is made of S and L", "window_pattern"),
+    (re.compile("[SL]+").fullmatch, "must consist of the letters S and L, such as SSSL", "window_pattern"),
     (
         EXPERIMENT_PATTERN.fullmatch,
         "takes 1 to 250 letters, digits, blanks inside, and . _ - : /, and {depth} for the depth",

@@ -89,8 +89,8 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
         return "final", reason, EXIT_CODES["final"]
     if is_out_of_memory(error):
         reason = (
-            "The host has too little memory for this run, or its GPU has. To resume the run with less, set "
-            "device_batch_size to 1 and recompute to layers: with the playbooks -e device_batch_size=1 "
+            "The memory of this host, or of its GPU, is too small for this run. To resume the run with less, "
+            "set device_batch_size to 1 and recompute to layers: with the playbooks -e device_batch_size=1 "
             "-e recompute=layers (and set fleet_device_batch_size of the host, if the inventory has it, to "
             "1), by hand --device-batch-size 1 --recompute layers. If that is not enough, start a new run "
             "with a smaller depth or sequence_len."

@@ -129,7 +129,7 @@ class RunSetup:
         options = self.options = self.options or self._explore()
         records = self._load_and_check(options)
         kind, reason = decide_device(config.device, {str(record): record.shown for record in records})
-        kind = self._check_kind(kind)
+        kind = self._decide_kind(kind)
         self.numerics = options.on(kind)
         if options.cuda and kind == "cpu":
             self.numerics = self._bind_threads(self.numerics)
@@ -169,7 +169,7 @@ class RunSetup:
         self._gather_facts(records)
         self.config_digest = str(state.meta.get("config_digest") or self.config_digest)
 
-    def _check_kind(self, kind: str) -> str:
+    def _decide_kind(self, kind: str) -> str:
         """The device kind of the run, "cpu" or "cuda". kind: the kind that the devices of all ranks allow."""
         return kind
 
@@ -445,7 +445,7 @@ class RunSetup:
                     "and binding of threads are not restored from it. No action is needed."
                 )
         if self.numerics != now:
-            self.log.info(f"As before: {self.numerics.describe()}")
+            self.log.info(f"Restored from the checkpoint: {self.numerics.describe()}")
         self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype
 
     # -- what the training loop asks for ------------------------------------------------------------------

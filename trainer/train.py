@@ -360,7 +360,12 @@ class Trainer:
         if self.balancer.proposed and not self.run_file.by_speed:
             reason = self.balancer.proposed.reason
             self.balancer = None  # reported once
-            self.log.info(f"Uneven hosts: shares=auto would pay ({reason}).", extra=fields("shares"))
+            self.log.info(
+                f"The ranks compute at different speeds. With shares=auto a step would be shorter: {reason}. "
+                "To use it, stop the run, then start it with shares=auto: with the playbooks -e shares=auto, "
+                "by hand --shares auto.",
+                extra=fields("shares"),
+            )
 
     # -- time-outs, evaluation, checkpoints --------------------------------------------------------------
 
@@ -460,7 +465,7 @@ class Trainer:
     def _stopped(self) -> Stopped:
         state = self.reporter.train_state
         return Stopped(
-            f"Stopped as asked after {state.step} of {self.plan.num_iterations} steps; the checkpoint "
+            f"Stopped on request after {state.step} of {self.plan.num_iterations} steps; the checkpoint "
             f"is {state.checkpoint or 'on rank 0'}."
         )
 

@@ -103,10 +103,13 @@ def _case(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int
         raise ValueError("a case is KIND-TOKENS[-FORMAT][-SHARES][-on-HOST], such as exact-4096-float32.")
     kind, shares = match["kind"], match["shares"]
     if kind not in KINDS:
-        raise ValueError(f"its kind is {' or '.join(KINDS)}.")
+        raise ValueError(f"its kind (before the first -) must be {' or '.join(KINDS)}.")
     nproc = int(match["processes"] or PROCESSES[0]) if kind == "ranks" else 1
     if (match["processes"] and kind != "ranks") or (kind == "ranks" and nproc < 2):
-        raise ValueError("only ranks takes a number of processes, 2 or more, such as ranks4-4096.")
+        raise ValueError(
+            "a number after the kind is the number of processes: only the kind ranks takes it, and it must "
+            "be 2 or more, as in ranks4-4096."
+        )
     if kind == bench.DDP and shares == trainer.BY_SPEED:
         raise ValueError("plain DDP measures no speeds: leave out auto, or give rows by rank such as 3.1.")
     if match["host"] and match["host"] not in hosts:

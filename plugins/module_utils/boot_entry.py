@@ -27,10 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write_whole
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import run_of_unit
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import PREFIX, run_of_unit
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import manager, own_scope, run
 
-PREFIX = "nanofleet-"
 TEMPLATE = "nanofleet@.service"
 UNIT = """\
 # Written by nanofleet at the start of a run, removed with the last one.

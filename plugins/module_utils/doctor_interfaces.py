@@ -43,7 +43,7 @@ def interface_findings(measured: Measured, options: Mapping[str, Any]) -> list[F
         elif of_host["problem"]:
             path_problem, _dot, change = of_host["problem"].partition(". ")
             inventory_change = change[:1].lower() + change[1:]
-            problem = f"No network interface of this host can connect it to all other hosts: {path_problem}."
+            problem = f"No network interface can be chosen for this host: {path_problem}."
             found.append(finding("NF520", host, problem, inventory_change))
         else:
             found += [*_unused(measured, host)][:1] or _bridges(measured, host)

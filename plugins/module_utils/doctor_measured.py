@@ -137,7 +137,7 @@ def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[s
         elif not (of_host["installed"] or {}).get("torch"):
             bare.append(host)
         elif any(held["role"] == "store" for held in of_host["held"]):
-            why.append(f"the store's port on {host} is held")
+            why.append(f"the port of the rendezvous store on {host} is in use")
         elif any(_states(measured, a, b) != {"open"} or loses_packets(measured, a, b) for a, b in paths):
             why.append(f"a path to or from {host} is broken")
         else:
@@ -151,7 +151,7 @@ def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[s
     # Elsewhere the store's port is not open.
     with_store = bool(joined) and any(port["role"] == "store" for port in measured[joined[0]]["ports"])
     if len(joined) > 1 and not with_store:
-        why.append("the host that keeps the store is not among them")
+        why.append("the host of the rendezvous store (the first host) cannot take part")
     return {"hosts": joined if with_store and len(joined) > 1 else [], "why": "; ".join(why)}
 
 
@@ -315,9 +315,9 @@ def due(state: Mapping[str, Any], kept: str, when: str) -> str:
     try:
         before = json.loads(kept)["state"]
     except (ValueError, KeyError, TypeError):
-        return "no good report is kept"
+        return "the doctor has not yet checked this fleet without finding a fault"
     if before["settings"] != state["settings"]:
-        return "the ports or the order of the hosts have changed since the last good report"
+        return "the ports or the order of the hosts have changed since the last check without a fault"
     for host, marks in state["hosts"].items():
         known = before["hosts"].get(host) or {}
         changed = [
@@ -326,8 +326,8 @@ def due(state: Mapping[str, Any], kept: str, when: str) -> str:
             if mark != known.get(name) and "unreadable" not in (mark, known.get(name))
         ]
         if changed == ["firewall"] and "firewall" not in known:
-            return f"the last good report has not read the firewall of {host}"
+            return f"the last check without a fault did not read the firewall of {host}"
         if changed:
             change = CHANGES.get(changed[0], f"has another {changed[0]}")
-            return f"{host} {change} since the last good report"
+            return f"{host} {change} since the last check without a fault"
     return ""

@@ -136,7 +136,10 @@ def _not_measured(measured: Measured, active: Mapping[str, Any], about: Mapping[
     found = []
     if active:
         unit = next(iter(active.values()))[0]
-        found.append(f"rates, memory, GEMM and the all-reduce, for {unit} is active and was not disturbed")
+        found.append(
+            f"rates, memory, GEMM and the all-reduce, because {unit} is active "
+            "(stop the run, then: ansible-playbook doctor.yml)"
+        )
     elif about["rehearsal"].get("why"):
         has_gemm = any((each["rehearsal"] or {}).get("gemm_gflops") for each in measured.values())
         what = "the all-reduce" if has_gemm else "GEMM and the all-reduce"

@@ -37,5 +37,9 @@ def read_environment(python: str) -> dict[str, Any]:
         return {"installed": {}, "cores": cores}
     done = subprocess.run([python, "-I", "-c", PROGRAM], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ValueError((done.stderr.strip().splitlines() or [f"{python} does not run."])[-1])
+        silent = (
+            f"{python} does not start (exit status {done.returncode}): the environment is damaged. "
+            "Fix: ansible-playbook setup.yml"
+        )
+        raise ValueError((done.stderr.strip().splitlines() or [silent])[-1])
     return {"installed": json.loads(done.stdout), "cores": cores}

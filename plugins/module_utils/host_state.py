@@ -38,12 +38,12 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.host_accounts impo
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 from ansible_collections.nanofleet.fleet.plugins.module_utils.shard_digests import verify
 from ansible_collections.nanofleet.fleet.plugins.module_utils.venv_state import (
+    PRINT_VERSION,
     damaged,
     installed_digest,
     read_marker,
 )
 
-VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 FILTER_TEST = (
     "systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--property=IPAddressDeny=any",
     "/bin/bash", "-c",
@@ -101,7 +101,7 @@ def claim_differences(asked: Options, host: str) -> Iterator[str]:
     if refusal(claim, asked["fleet_id"], {name: str(each) for name, each in asked["hosts"].items()}, host):
         yield "it serves another fleet"
     elif text != wanted:
-        yield "its claim is not this fleet's" if text else "it is not set up"
+        yield f"its file {asked['path']} does not match this fleet" if text else "it is not set up"
 
 
 def controllers(asked: Options, host: str) -> list[str]:
@@ -173,7 +173,9 @@ def python_version(python: str) -> str:
     if os.path.realpath(python) == os.path.realpath(sys.executable):
         return "{}.{}".format(*sys.version_info[:2])
     try:
-        done = subprocess.run([python, "-I", "-c", VERSION], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [python, "-I", "-c", PRINT_VERSION], capture_output=True, text=True, check=False
+        )
     except OSError:
         return ""
     return done.stdout.strip()

@@ -10,9 +10,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths impor
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import FIREWALLS
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import is_loopback, parse_ip
+from ansible_collections.nanofleet.fleet.plugins.module_utils.port_range import KERNELS_RANGE
 from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
-
-KERNELS_RANGE = "32768 60999"
 
 
 def plain(address: Any) -> str:

@@ -14,8 +14,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
 
 KEY = "net.ipv4.ip_local_port_range"
 PROC = "/proc/sys/net/ipv4"
-DEFAULT = "32768 60999"
-"""The kernel's own range."""
+KERNELS_RANGE = "32768 60999"
 FOLDERS = ("/etc/sysctl.d", "/run/sysctl.d", "/usr/local/lib/sysctl.d", "/usr/lib/sysctl.d", "/lib/sysctl.d")
 BEFORE = re.compile(r"^# before: (\d+) (\d+)$", re.MULTILINE)
 SETTING = re.compile(r"^\s*-?\s*net[./]ipv4[./]ip_local_port_range\s*=\s*(\d+)\s+(\d+)\s*$", re.MULTILINE)
@@ -44,7 +43,7 @@ def remembered(text: str) -> str:
     text: content of the fleet's sysctl file, which records that range. If an older release wrote the file and
     recorded none, the result is the kernel's default.
     """
-    return " ".join((BEFORE.findall(text) or [DEFAULT.split()])[0])
+    return " ".join((BEFORE.findall(text) or [KERNELS_RANGE.split()])[0])
 
 
 def overriding(path: str, files: dict[str, str]) -> list[str]:

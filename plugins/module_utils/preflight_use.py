@@ -11,6 +11,7 @@ from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import holder
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import PREFIX
 
 # Chassis types (SMBIOS) and names of hostnamectl for portable machines.
 LAPTOPS = {"8", "9", "10", "11", "14", "30", "31", "32", "laptop", "convertible", "tablet"}
@@ -73,7 +74,7 @@ def _ports(host: str, facts: Facts) -> Iterator[Finding]:
     for line in facts["port"]:
         name, port, *rest = line.split(" ", 2)
         process = _process(" ".join(rest))
-        if not process["unit"].startswith("nanofleet-"):
+        if not process["unit"].startswith(PREFIX):
             who, end = holder(process, int(port))
             fix = f"{end}  (on {host}); or {other_port(name)}"
             owner = USERS_OF_PORTS[name]

@@ -45,8 +45,9 @@ def report(
             lines.append(f"{host}: nothing of setup.yml is left.")
         lines += [f"{host}: {would}remove{'d' if done else ''} {line}" for line in removed[host]]
         if kept[host]:
-            for_root = ", for root" if may_become_root(hostvars[host]) else ""
-            lines.append(f"{host}: {would}{'kept' if done else 'keep'}{for_root}: {', '.join(kept[host])}")
+            owned = "now owned by root" if done else "owned by root from then on"
+            by_root = f" ({owned})" if may_become_root(hostvars[host]) else ""
+            lines.append(f"{host}: {would}{'kept' if done else 'keep'}{by_root}: {', '.join(kept[host])}")
         if left[host]:
             lines.append(f"{host}: not removed, not made by setup.yml: {', '.join(left[host])}")
     if any(kept.values()):
@@ -67,7 +68,10 @@ def report(
     elif on_controller:
         lines.append(f"On this machine remain folders; to remove them: rm -r {' '.join(on_controller)}")
     if not done and any(removed.values()):
-        lines.append("Nothing was changed. The number of changes below is that of a reset.")
+        lines.append(
+            "Nothing was changed. The number after changed= in the PLAY RECAP below counts what a reset "
+            "would change."
+        )
         active = {host: hostvars[host].get("run_remove_active") or [] for host in hosts}
         lines += _about_active(active, force, members if fleet else hosts)
         lines.append(f"To do it, {CONFIRM}")

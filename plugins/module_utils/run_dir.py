@@ -19,6 +19,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     signal_text,
     tail,
 )
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import PREFIX
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
     Unit,
     between_attempts,
@@ -28,7 +29,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
     process_state,
 )
 
-PREFIX = "nanofleet-"
 ATTEMPTS = 20
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 """Names of runs that preflight allows; a folder with another name is not a run."""

@@ -57,8 +57,8 @@ def merged_logs(
             )
     error = _first_error(read, dated)
     if not shown:
-        hint = "To show all, leave out -e since=TIME."
-        return "\n".join([*missing, f"The run {run_id} has no log lines in the requested time. {hint}"])
+        hint = "If the command has -e since=TIME, repeat it without."
+        return "\n".join([*missing, f"There are no log lines of the run {run_id}. {hint}"])
     head = f"The newest {len(shown)} lines" if len(shown) == newest else f"{len(shown)} lines"
     more = f" (-e log_lines={min(10 * newest, LINES_AT_MOST)} for more)"
     more = more if len(shown) == newest < LINES_AT_MOST else ""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import holder
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_use import other_port
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import (
     ADDED,
     added_hosts,
@@ -107,10 +108,12 @@ def plan_run(
                 f"-e total_batch_size={ranks * config.sequence_len} or more, or fewer hosts or ranks a host."
             )
         if rows and not isinstance(rows, str) and len(rows) != ranks:
-            how = "sync=auto transferred the run to it" if chosen_from else "-e shares=auto finds them"
+            where, remedy = ", ".join(own), "-e shares=auto"
+            if chosen_from:
+                where, remedy = f"{where}, to which sync=auto has transferred the run", "-e shares=equal"
             raise RunRefusedError(
-                f"shares is {','.join(map(str, rows))}: it must be {ranks} number(s), one for each rank on "
-                f"{', '.join(own)}, that make up the rows of a step; {how}."
+                f"shares is {','.join(map(str, rows))}: it must have {ranks} number(s), the rows of a step "
+                f"for each rank on {where}. Repeat the command with {remedy}."
             )
         run_file = trainer.RunFile(
             name, config, tuple(own), code_digest(), manifest_sha256, rows, tuple(chosen_from)
@@ -385,8 +388,8 @@ def other_holder(own: Mapping[str, State], unit: str, ends: Ends) -> str:
             continue
         process, end = holder(held, held["port"])
         return (
-            f"Port {held['port']} on {first} is held by {process}: the run's rendezvous store needs it. "
-            f"End that process on {first} ({end}), or use another port: -e store_port=PORT"
+            f"Port {held['port']} of {first}, which the rendezvous store of the run needs, is in use by "
+            f"{process}. Fix: {end}  (on {first}); or {other_port('store')}"
         )
     return ""
 

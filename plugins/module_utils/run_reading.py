@@ -13,12 +13,8 @@ from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text, sha256_of
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_dir import (
-    PREFIX,
-    known_runs,
-    read_run,
-)
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import run_of_unit
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_dir import known_runs, read_run
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import PREFIX, run_of_unit
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
     between_attempts,

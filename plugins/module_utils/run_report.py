@@ -28,6 +28,7 @@ NUMBERS = {"rank", "step", "loss", "sync", "temp", "updated", "processes ended"}
 GFLOPS_A_THREAD = 40
 """GFLOP/s per core in a whole training step, from measured steps of depth 8; for an estimate only."""
 USUAL_VOCABULARY = 32_768
+WHY_NOT_MET = "To find out why the hosts do not connect: ansible-playbook doctor.yml"
 
 
 def table(
@@ -153,11 +154,12 @@ def _last_phase(state: State) -> str:
     return f" in {known[0]['phase']} after step {known[0].get('step') or 0}"
 
 
-def failure(states: Mapping[str, State], run_id: str) -> str:
-    """The message for a failed start: first error of each host, the cause with host names, what to type.
+def failure(states: Mapping[str, State], run_id: str, subcommand: str = "train") -> str:
+    """The message for a run that did not start or finish: first errors, the cause with host names, a fix.
 
-    states: host -> result of run_state. run_id: name of the run. Hosts come in the order in which their units
-    ended: the first one is the most likely cause.
+    states: host -> result of run_state. run_id: name of the run. subcommand: the subcommand of the trainer
+    that the units run. Hosts come in the order in which their units ended: the first one is the most likely
+    cause.
     """
     reached = answered(states)
     ended_at = {host: (is_over(s) and s["unit"].get("since")) or math.inf for host, s in reached.items()}
@@ -166,6 +168,7 @@ def failure(states: Mapping[str, State], run_id: str) -> str:
     waiting = [host for host, state in reached.items() if not state["stepped"]]
     ended = [host for host in waiting if is_over(reached[host])]
     slow = [host for host in waiting if host not in ended]
+    late = [host for host, state in reached.items() if not (waiting or is_over(state))]
     phases = [str(status.get("phase")) for host in slow for status in reached[host]["heartbeats"]]
     last = f"in phase {', '.join(dict.fromkeys(phases))}" if phases else "no rank has reported its status"
     stopped = any(state["stop_requested"] for state in reached.values())
@@ -173,18 +176,20 @@ def failure(states: Mapping[str, State], run_id: str) -> str:
     causes += [f"{', '.join(lost)} did not answer"] if lost else []
     causes += [f"its unit ended on {', then on '.join(ended)} before the first step"] if ended else []
     causes += [f"no step was made on {', '.join(slow)} ({last})"] if slow else []
+    causes += [f"it has made steps and is still active on {', '.join(late)}"] if late else []
     outcomes = {host: state["outcome"] or {} for host, state in reached.items()}
     errors = errors_of(reached)[1:]
+    repeat = f"then: ansible-playbook train.yml -e run_id={run_id}"
     return screen(
         [
             *errors,
             *([""] if errors else []),
-            f"The run {run_id} did not start: {'; '.join(causes) or 'a unit could not be started'}.",
+            f"The cause: {'; '.join(causes) or 'its units ended after the first step'}.",
             *(f"  {host}: {one['reason']}" for host, one in outcomes.items() if one.get("reason")),
             *others_active(states, run_id),
             "",
-            *(["Why the hosts do not meet: ansible-playbook doctor.yml"] if not_met(states) else []),
-            f"Fix that, then: ansible-playbook train.yml -e run_id={run_id}",
+            *([WHY_NOT_MET] if not_met(states) else []),
+            f"Correct the cause, {repeat if subcommand == 'train' else 'then repeat the command'}",
         ]
     )
 

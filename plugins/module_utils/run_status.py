@@ -32,11 +32,11 @@ RESTART_SECONDS = 180.0
 SHOWN_ATTEMPTS = 5
 
 
-def status_screen(states: Mapping[str, State], run_id: str = "", tracker_uri: str = "") -> str:
+def status_screen(states: Mapping[str, State], run_id: str = "", tracker_page: str = "") -> str:
     """The screen about one run, as status.yml shows it.
 
     states: host -> result of run_state, in rank order. run_id: the run that is shown: the requested one, else
-    the active one, else the newest; "" if there is none. tracker_uri: address of the MLflow page, "" for
+    the active one, else the newest; "" if there is none. tracker_page: address of the MLflow page, "" for
     none.
     """
     reached = facts.answered(states)
@@ -54,15 +54,15 @@ def status_screen(states: Mapping[str, State], run_id: str = "", tracker_uri: st
             lines = [no_such_run(reached, run_id)]
         elif reached:
             lines = ["No run was started on these hosts. Start one: ansible-playbook train.yml -e depth=4"]
-    return str(text.screen(lines + hosts_and_facts(states, run_id, tracker_uri, errors=True)))
+    return str(text.screen(lines + hosts_and_facts(states, run_id, tracker_page, errors=True)))
 
 
 def hosts_and_facts(
-    states: Mapping[str, State], run_id: str, tracker_uri: str = "", errors: bool = False
+    states: Mapping[str, State], run_id: str, tracker_page: str = "", errors: bool = False
 ) -> list[str]:
     """The status screen without its title: a row for each rank, diagnosis, speed, progress, outcome.
 
-    states, run_id, tracker_uri: as for `status_screen`. errors: whether the errors in the logs are included.
+    states, run_id, tracker_page: as for `status_screen`. errors: whether the errors in the logs are included.
     """
     reached = facts.answered(states)
     missing = [host for host in states if host not in reached]
@@ -84,7 +84,7 @@ def hosts_and_facts(
         f"{text.unit_word(reached[host])}. Restore it: ansible-playbook train.yml -e run_id={run_id}"
         for host in deleted
     ]
-    lines += [*reboots(found, run_id), *_starting(found), *_problems(found), *_figures(found, tracker_uri)]
+    lines += [*reboots(found, run_id), *_starting(found), *_problems(found), *_figures(found, tracker_page)]
     outcomes = {(state["outcome"] or {}).get("outcome") for state in found.values()}
     over = found and all(state["ended"] and not state.get("rebooted") for state in found.values())
     if over and "finished" not in outcomes:
@@ -123,7 +123,12 @@ def no_such_run(reached: Mapping[str, State], run_id: str) -> str:
     near = difflib.get_close_matches(run_id, runs, n=1, cutoff=0.4)
     meant = f" Did you mean {near[0]}?" if near else ""
     known = ", ".join(f"{name} (active)" if active else name for name, active in runs.items())
-    return f"No host has a run {run_id}.{meant} Known runs: {known or 'none'}."
+    if not known:
+        return f"No host has a run {run_id}, and no other run was started on these hosts."
+    return (
+        f"No host has a run {run_id}.{meant} Known runs: {known}. "
+        "Fix: repeat the command with one of them: -e run_id=NAME"
+    )
 
 
 def host_rows(
@@ -290,11 +295,11 @@ def _starting(found: Mapping[str, State]) -> list[str]:
 def _problems(found: Mapping[str, State]) -> list[str]:
     """Lines about frozen ranks, warnings of ranks, diagnoses of delays, and broken paths between hosts."""
     known = [(host, state, status) for host, state in found.items() for status in state["heartbeats"]]
-    running = [(state, status) for _, state, status in known if is_running(status, state)]
+    running = [(host, state, status) for host, state, status in known if is_running(status, state)]
     # The diagnosis of a frozen rank may be out of date.
     diagnoses = [
         (str(status["diagnosis"]), state["time"] - status["age"] - FROZEN_SECONDS)
-        for state, status in running
+        for _, state, status in running
         if status.get("diagnosis") and status["age"] <= FROZEN_SECONDS
     ]
     lines = [
@@ -303,7 +308,9 @@ def _problems(found: Mapping[str, State]) -> list[str]:
         for host, state, status in known
         if is_frozen(status, state)
     ]
-    lines += [f"Warning:     {status['warning']}" for _, status in running if status.get("warning")]
+    lines += [
+        f"Warning:     {host}: {status['warning']}" for host, _, status in running if status.get("warning")
+    ]
     lines += [f"Diagnosis:   {line}" for line in dict.fromkeys(line for line, _ in diagnoses)]
     # The outcome of an ended run may be old and its cause fixed.
     outcomes = [state["outcome"] for state in found.values() if state["outcome"] and not state["ended"]]
@@ -340,7 +347,7 @@ def _remedy(status: RunStatus, host: str, state: State) -> str:
     return f"{cause}{action}the other ranks restart without it, and it restarts when its host recovers."
 
 
-def _figures(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
+def _figures(found: Mapping[str, State], tracker_page: str = "") -> list[str]:
     """The lines below the table: speed, time left, evaluation, checkpoint, attempts, tracker."""
     lines = []
     if any(not state["ended"] for state in found.values()):
@@ -356,7 +363,7 @@ def _figures(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
         if enabled:
             lines.append(f"At boot:     the run restarts by itself on {', '.join(enabled)}")
     lines += text.evaluation_and_checkpoints(found) + _attempts(found)
-    return lines + ([f"Tracker:     {tracker_uri}"] if tracker_uri and found else [])
+    return lines + ([f"Tracker:     {tracker_page}"] if tracker_page and found else [])
 
 
 def _speed(status: RunStatus) -> list[str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+PREFIX = "nanofleet-"  # of the names of all units
 State = Mapping[str, Any]
 ADDED = "added_hosts"
 """Key of run.json on a host that was added to an active run: the added hosts, in the order of their ranks."""
-NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError", "The ranks did not meet")
+NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError", "The ranks did not connect")
 
 
 def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
@@ -130,7 +131,7 @@ def run_shown(states: Mapping[str, State], run_id: str = "") -> str:
 
 def run_of_unit(unit: str) -> str:
     """The name of the run of a unit: d4 for nanofleet-d4.service."""
-    return unit.removeprefix("nanofleet-").removesuffix(".service")
+    return unit.removeprefix(PREFIX).removesuffix(".service")
 
 
 def checkpoint_step(state: State) -> int:

@@ -222,6 +222,8 @@ def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) 
     for (name, message), hosts in problems.items():
         instead = f" instead of -e {name}={asked[name]}" if name in asked else ""
         typed = f"repeat the command with -e {name}={example(name, message)}{instead}"
+        if message.endswith("Leave one of them out."):
+            typed = "repeat the command without one of the two, or delete one of them in the inventory"
         findings.append(finding("NF006", label(name, hosts), message, typed))
     for name in names:
         if name in fields or known[name].get("of_fleet"):

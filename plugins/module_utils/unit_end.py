@@ -55,16 +55,16 @@ def stop(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
         code, _out, err = run([*control, "stop", "--", name])
         stopped = read_unit(name, time.time(), scope)
         if code and is_up(stopped):
-            raise UnitError(f"systemd did not stop {name}: {err}", {"unit": stopped})
+            why = f"To see why: {' '.join(control)} status {name} (on this host)"
+            raise UnitError(f"systemd did not stop {name}: {err.rstrip('.')}. {why}", {"unit": stopped})
     # systemd may record a unit that was stopped on request as failed.
     if (running or reset) and read_unit(name, time.time(), scope)["active_state"] == "failed":
         run([*control, "reset-failed", "--", name])
     left = remains(name, pids, params["ports"], params["timeout"], scope)
     unit = read_unit(name, time.time(), scope)
     if left:
-        message = (
-            f"{name} was stopped, but this remains: {'; '.join(left)}. End these processes on this host."
-        )
+        kill = f"{'' if scope == 'user' else 'sudo '}kill -9 PID (on this host)"
+        message = f"{name} was stopped, but this is left: {'; '.join(left)}. End it: {kill}"
         raise UnitError(message, {"unit": unit, "ended": ended})
     return {"changed": True, "unit": unit, "ended": ended, "diff": diff}
 

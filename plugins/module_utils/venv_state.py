@@ -10,6 +10,7 @@ from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
 
+PRINT_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"  # for python -c
 MARKER = "nanofleet-venv.json"
 RECORDS = "lib/python*/site-packages/*.dist-info/RECORD"
 SCRIPTS = "../../../bin/"

@@ -55,7 +55,8 @@ def main() -> None:
     try:
         new = allow(name, addresses, module.check_mode)
     except (OSError, RuntimeError) as error:
-        module.fail_json(msg=f"{name} cannot be given more addresses: {error}")
+        about = f"The unit {name} could not be allowed to communicate with the added hosts ({PROPERTY}=)"
+        module.fail_json(msg=f"{about}: {error}")
     module.exit_json(changed=bool(new), allowed=new)
 
 

@@ -50,7 +50,9 @@ def main() -> None:
             if not after and not os.listdir(os.path.dirname(path)):
                 os.rmdir(os.path.dirname(path))
         except OSError as error:
-            module.fail_json(msg=f"The claim {path} on {params['host']} could not be changed: {error}")
+            change = "written" if after else "removed"
+            about = f"The file {path} on {params['host']}, which names its fleet,"
+            module.fail_json(msg=f"{about} could not be {change}: {error}")
     old = claim.get("fleet_id", "")
     module.exit_json(
         changed=after != before,

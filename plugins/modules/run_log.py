@@ -20,6 +20,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     tail,
     without_torchrun_report,
 )
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import PREFIX
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
     find_unit,
@@ -91,7 +92,7 @@ def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
     Raises ValueError if journalctl refuses `since`.
     """
     command = ["journalctl", "--quiet", "--no-pager", "--output=json", "--output-fields=MESSAGE"]
-    command += ["--unit=" + unit_name("nanofleet-" + params["run_id"])]
+    command += ["--unit=" + unit_name(PREFIX + params["run_id"])]
     command += ["--after-cursor=" + params["cursor"]] if params["cursor"] else ["--lines=" + str(count)]
     command += ["--since=" + params["since"]] if params["since"] and not params["cursor"] else []
     code, out, err = run(command)
@@ -125,7 +126,7 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
     texts = [text for text, _moment in lines]
     kept = [lines[index] for index in without_torchrun_report(texts)]
     kept = [line for line in kept if params["steps"] or not STEP.match(line[0])]
-    unit = find_unit("nanofleet-" + params["run_id"], time.time())
+    unit = find_unit(PREFIX + params["run_id"], time.time())
     return {
         "lines": [line_of(*line) for line in kept[-params["lines"] :]],
         "error": error_of(lines, ERROR_LINES),

@@ -11,8 +11,7 @@ import shutil
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.host_accounts import described, folder
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
-
-VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+from ansible_collections.nanofleet.fleet.plugins.module_utils.venv_state import PRINT_VERSION
 
 
 def main() -> None:
@@ -25,7 +24,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     params = module.params
-    _code, version, _error = module.run_command([params["python"], "-I", "-c", VERSION], check_rc=True)
+    _code, version, _error = module.run_command([params["python"], "-I", "-c", PRINT_VERSION], check_rc=True)
     host = {
         "python": version.strip(),
         "machine": platform.machine(),

@@ -255,7 +255,8 @@ class Wheelhouse:
         if self.unverified and self.p["require_hashes"]:
             raise ValueError(
                 f"{', '.join(self.unverified)} has no hash in {self.p['hashes']}, "
-                "and wheelhouse_require_hashes refuses such wheels. Where an index holds it, type: make lock"
+                "and wheelhouse_require_hashes=true refuses such wheels. If a package index offers them, add "
+                "their hashes: make lock. Else repeat the command with -e wheelhouse_require_hashes=false"
             )
         first = {wheel.file: wheel.sha256 for wheel in old}
         other = [wheel.file for wheel in wheels if first.get(wheel.file, wheel.sha256) != wheel.sha256]

@@ -46,4 +46,4 @@ def test_a_fleet_is_measured_and_left_as_it_was(fleet: Fleet, tmp_path: Path) ->
 
 def test_a_case_that_cannot_be_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     refused = fleet.play("bench.yml", fails=True, bench_cases="exakt-1024", bench_out=tmp_path, **TINY)
-    assert "its kind is single" in refused.stdout
+    assert "must be single or" in refused.stdout

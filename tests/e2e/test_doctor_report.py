@@ -114,7 +114,7 @@ def test_train_leaves_an_unchanged_fleet_and_doctor_an_active_run_alone(
         assert all(
             pair["mbit"] is None and pair["allreduce_mbit"] is None for pair in printed.report["pairs"]
         )
-        assert "nanofleet-alone.service is active and was not disturbed" in printed.text
+        assert "because nanofleet-alone.service is active (stop the run" in printed.text
         again = " ".join(lab.fleet.play("train.yml", run_id="alone", **settings).stdout.split())
         assert "The run alone is active" in again, "it still runs"
     finally:

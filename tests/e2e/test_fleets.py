@@ -128,7 +128,7 @@ def test_two_operators_of_one_fleet_reach_the_tracker_and_change_nothing_of_each
 def test_another_name_for_the_same_hosts_renames_the_fleet(three: Three, dataset: Path) -> None:
     for name in ("house", "home"):
         printed = three.home.play("setup.yml", data_dir=dataset, fleet_id=name).stdout
-        assert f"its name is {name} now" in " ".join(printed.split())
+        assert f"It is now named {name}." in " ".join(printed.split())
         assert {line.partition("comment ")[2] for line in rules(three, 2)} == {f"'nanofleet {name}'"}
         assert f"of the fleet {name}." in three.inside(2, "cat /etc/sysctl.d/60-nanofleet.conf")
         assert three.home.play("setup.yml", data_dir=dataset, fleet_id=name).changed() == 0

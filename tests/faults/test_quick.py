@@ -108,7 +108,7 @@ def test_a_stop_during_the_start_ends_it(site: Site, tmp_path: Path) -> None:
     finally:
         site.inside(WORKER, DROP.format("D", peer))
     assert play.end() != 0, play.output
-    assert "early did not start: stop.yml has requested its end" in " ".join(play.output.split())
+    assert "The cause: stop.yml has requested its end" in " ".join(play.output.split())
     site.nothing_is_left()
     site.note("stop during the start", seconds, message(printed, "without saving"), "ended")
 
@@ -127,16 +127,14 @@ def test_a_full_disk_at_a_checkpoint_costs_a_warning_and_no_attempt(site: Site) 
             lambda: site.json(COORDINATOR, name, "heartbeat-0.json").get("checkpoint"), 60, "a checkpoint"
         )
         step = site.step(name)
-        with site.awaits_line(
-            name, "warning: No room for the checkpoint of step", "It is tried again"
-        ) as awaited:
+        with site.awaits_line(name, "warning: The checkpoint of step", "was not saved") as awaited:
             filling = f"while :; do cat /dev/zero >> {folder}/ballast; sleep 0.2; done"
             site.inside(
                 COORDINATOR, f"systemd-run --quiet --collect --unit=filling sh -c '{filling}' 2> /dev/null"
             )
         site.trains(name, beyond=site.step(name))
         pause = site.pause(name, awaited, step, 0, restarts=False)
-        assert "No room for the checkpoint" in " ".join(site.play("status.yml", name).split())
+        assert "was not saved: it takes" in " ".join(site.play("status.yml", name).split())
         with site.awaits_line(name, "Saved checkpoints/step_", seconds=90) as again:
             site.inside(COORDINATOR, f"systemctl stop filling; rm {folder}/ballast")
         assert site.unit(COORDINATOR, name)["NRestarts"] == "0"

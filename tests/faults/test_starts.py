@@ -76,7 +76,7 @@ def test_packets_dropped_since_the_last_good_look(site: Site) -> None:
         )
     finally:
         site.inside(WORKER, DROP.format("D", peer))
-    assert f"{site.names[1]} has another firewall since the last good report" in text
+    assert f"{site.names[1]} has another firewall since the last check without a fault" in text
     assert f"Fix: sudo iptables -D INPUT -s {peer}/32 -j DROP" in text
 
 

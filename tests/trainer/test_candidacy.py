@@ -120,7 +120,7 @@ def test_a_run_of_another_name_or_secret_takes_no_part(
         assert each.election.decide() is None
         assert len(each.election.reached()) == len(each.election.seen()) == 1
     monkeypatch.setattr(candidacy, "FIRST_SECONDS", 0.0)
-    with pytest.raises(Retryable, match="tower does not answer at port"):
+    with pytest.raises(Retryable, match="gets no answer from tower at port"):
         hosts[1].elect()
     close(hosts)
 

@@ -151,7 +151,7 @@ def test_a_letter_of_several_tokens_is_refused(model: GPT) -> None:
         def encode(self, text: str) -> list[int]:
             return [0, 1]
 
-    with pytest.raises(DataError, match="The letter A is 2 tokens of this tokenizer"):
+    with pytest.raises(DataError, match="splits the letter A into 2 tokens"):
         likeliest_letter(model, Splitting([bytes([value]) for value in range(256)]), [1], "AB")
 
 

@@ -139,6 +139,6 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
 
 def test_too_few_items_for_the_examples_are_refused(tmp_path: Path) -> None:
     bundle = read_bundle(written(tmp_path))
-    with pytest.raises(DataError, match=r"t has 1 items of 3 .* shows 1 examples .* needs 2 items or more"):
+    with pytest.raises(DataError, match=r"t is limited to 1 of 3 items, .* needs 2 items .* Raise the limit"):
         bundle.limited(1)
     assert len(bundle.limited(2).tasks[0].items) == 2

@@ -91,7 +91,7 @@ def test_a_run_without_a_bundle_ends_before_its_first_step(data_dir: Path, tmp_p
 
 def test_a_limit_below_the_examples_ends_the_run_at_once(core_data: Path, tmp_path: Path) -> None:
     settings = {**SETTINGS, "core_metric_max_per_task": 3}
-    with pytest.raises(DataError, match=r"tools has 3 items of 10 .* shows 3 examples"):
+    with pytest.raises(DataError, match=r"tools is limited to 3 of 10 items, .* shows 3 examples"):
         train_here(core_data, tmp_path / "run", **settings, core_metric_every=2)
 
 
@@ -105,7 +105,7 @@ def test_a_stop_ends_the_evaluation_and_the_run_is_saved(
         return sound(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(core, "_is_correct", asks_to_stop)
-    with pytest.raises(Exception, match="Stopped as asked after 3 of 4 steps"):
+    with pytest.raises(Exception, match="Stopped on request after 3 of 4 steps"):
         train_here(core_data, tmp_path / "run", **SETTINGS, **QUIET, core_metric_every=2)
     assert not core_metrics(tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "step_000003").is_dir()

@@ -39,6 +39,11 @@ GONE = "rank 1 (laptop) is gone (its host answers, the process does not exist an
 UNREACHABLE = (
     "rank 1 (laptop) cannot be reached (its host does not answer at 10.0.0.2: down, asleep or cut off)"
 )
+UNHEARD = "rank 1 (laptop) has published no status since sync of step 812, 94 s ago"
+ABSENT = (
+    "rank 1 (laptop) has not connected to the rendezvous store (`ansible-playbook status.yml` shows "
+    "whether it runs)"
+)
 
 
 def impaired(evidence: str) -> str:
@@ -71,11 +76,11 @@ CELLS = [
     ("stale", "unreachable", False, "unreachable", UNREACHABLE + SEEN),
     ("none", "unreachable", False, "unreachable", UNREACHABLE),
     ("fresh", "unknown", True, "runs", RUNS),
-    ("stale", "unknown", True, "unheard", "rank 1 (laptop) was last seen in sync of step 812 94 s ago"),
-    ("none", "unknown", True, "absent", "rank 1 (laptop) has not arrived"),
+    ("stale", "unknown", True, "unheard", UNHEARD),
+    ("none", "unknown", True, "absent", ABSENT),
     ("fresh", "unknown", False, "runs", RUNS),
-    ("stale", "unknown", False, "unheard", "rank 1 (laptop) was last seen in sync of step 812 94 s ago"),
-    ("none", "unknown", False, "absent", "rank 1 (laptop) has not arrived"),
+    ("stale", "unknown", False, "unheard", UNHEARD),
+    ("none", "unknown", False, "absent", ABSENT),
 ]
 
 

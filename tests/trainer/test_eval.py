@@ -237,7 +237,7 @@ def test_a_bundle_with_too_few_items_for_the_limit_is_refused(
     checkpoint: Path, bundle: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     printed = refusal(capfd, checkpoint, "--core", bundle, "--core-max-per-task", "2")
-    assert "the task mc has 2 items of 12 (the most per task) and shows 2 examples" in printed
+    assert "the task mc is limited to 2 of 12 items, but it shows 2 examples before each item" in printed
 
 
 def test_the_log_may_be_json(checkpoint: Path, bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,6 @@ def test_a_server_that_fails_costs_a_line(server: StandIn, checkpoint: Path, tmp
     printed = send(checkpoint, tmp_path / "out", PARTS, server.uri)
     assert printed.startswith(f"The tracker at {server.uri} does not answer")
     assert f"The results are in {tmp_path / 'out'}." in printed
-    assert "is no address of a tracker" in send(checkpoint, tmp_path / "out", PARTS, "nowhere")
+    assert "is not the address of a tracker" in send(checkpoint, tmp_path / "out", PARTS, "nowhere")
     (tmp_path / "facts.json").unlink()
     assert "is not the directory of a run" in send(checkpoint, tmp_path / "out", PARTS, server.uri)

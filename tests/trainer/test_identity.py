@@ -103,9 +103,9 @@ def test_a_finished_run_is_extended(
     capfd.readouterr()
     train_here(data_dir, tmp_path, **SETTINGS, num_iterations=10)
     printed = events(capfd)
-    assert "The run is extended from 6 to 10 steps. Rates fall after step 5, not after step 3" in printed
-    assert "step 7 trains at 0.68 of the full rates, step 6 did at 0.29" in printed
-    assert "the 3 steps done at falling rates stay as they are" in printed
+    assert "from 6 to 10 steps. The learning rates fall after step 5 instead of step 3." in printed
+    assert "Step 7 has 0.68 times the full learning rates; step 6 had 0.29 times." in printed
+    assert "The 3 steps that were already trained at lower rates are not repeated." in printed
     assert losses(tmp_path)[:6] == first
     assert len(losses(tmp_path)) == 10
     meta = json.loads((tmp_path / "checkpoints/step_000010/meta.json").read_text())
@@ -136,7 +136,8 @@ def test_a_run_keeps_the_steps_that_were_derived_from_its_target() -> None:
 
 def test_what_an_extension_does_is_reported_where_nothing_is_done_yet() -> None:
     assert describe_extension(0, 5000, 6000) == (
-        "The run is extended from 5,000 to 6,000 steps. Rates fall after step 2,101, not after step 1,751."
+        "The run is extended from 5,000 to 6,000 steps. "
+        "The learning rates fall after step 2,101 instead of step 1,751."
     )
 
 

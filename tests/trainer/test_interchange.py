@@ -259,7 +259,7 @@ def test_importing_again_changes_nothing_and_a_run_keeps_its_checkpoints(
     assert take_in(base, "--run-dir", tmp_path / "run") == 0
     before = everything(tmp_path / "run")
     assert take_in(base, "--run-dir", tmp_path / "run") == 0
-    assert "step_000005 already" in capsys.readouterr().out
+    assert "already; unchanged" in capsys.readouterr().out
     upstream.save(base, "d3", 9, weights_of(9), SHAPE, encoding)
     assert take_in(base, "--run-dir", tmp_path / "run") == 2
     assert "has checkpoints already (step_000005): give another --run-dir" in capsys.readouterr().err
@@ -349,7 +349,7 @@ def test_a_data_directory_takes_upstreams_tokenizer(
     (base / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(other))
     capsys.readouterr()
     assert take_in(base, "--data-dir", tmp_path / "data") == 2
-    assert "is another tokenizer: give another --data-dir" in capsys.readouterr().err
+    assert "differs from the tokenizer to import. Give another --data-dir" in capsys.readouterr().err
 
 
 def test_a_base_directory_is_adopted_as_it_is(
@@ -370,7 +370,7 @@ def test_a_base_directory_is_adopted_as_it_is(
     (base / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(other))
     capsys.readouterr()
     assert take_in(base, "--data-dir", tmp_path / "data") == 2
-    assert "is another tokenizer: give another --data-dir" in capsys.readouterr().err
+    assert "differs from the tokenizer to import. Give another --data-dir" in capsys.readouterr().err
 
 
 def test_help_does_not_import_torch() -> None:

@@ -132,7 +132,9 @@ def test_a_damaged_checkpoint_of_ours_is_not_exported(
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert export(path, tmp_path / "base") == 2
-    assert "model.safetensors is damaged" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "model.safetensors is damaged" in printed
+    assert "Use another checkpoint, or a copy of this one (ansible-playbook fetch.yml)." in printed
     assert export(tmp_path / "none", tmp_path / "base") == 2
     assert export(path, tmp_path / "base", "--model-tag", "../../up") == 2
     assert not (tmp_path / "base").exists()

@@ -191,7 +191,9 @@ def test_a_resumed_run_keeps_what_it_computed_in(start: Start) -> None:
     assert code == 0, printed
     checkpoint = old.run_dir / old.outcome()["checkpoint"]
     saved = json.loads((checkpoint / "meta.json").read_text())["numerics"]
-    assert saved == [{"device": "cpu", "compute_dtype": "float32", "threads": 1, "cpus": ""}]
+    assert saved == [
+        {"device": "cpu", "compute_dtype": "float32", "gemm_library": "default", "threads": 1, "cpus": ""}
+    ]
 
     (new,) = start(1, dtype="auto", num_iterations=400)
     new.reach_step(json.loads((checkpoint / "meta.json").read_text())["step"] + 1)
@@ -200,7 +202,7 @@ def test_a_resumed_run_keeps_what_it_computed_in(start: Start) -> None:
     assert code == 0, printed
     chosen = re.search(r"  rank 0 \(host-1\): (\w+) \(", printed)
     assert chosen is not None
-    assert ("As before: float32" in printed) == (chosen[1] == "bfloat16")
+    assert ("Restored from the checkpoint: float32" in printed) == (chosen[1] == "bfloat16")
     newest = new.run_dir / new.outcome()["checkpoint"]
     assert newest != checkpoint
     assert json.loads((newest / "meta.json").read_text())["numerics"] == saved

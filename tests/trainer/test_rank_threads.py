@@ -90,7 +90,7 @@ def test_the_fastest_set_is_measured_once_bound_and_recorded(
     assert first.facts()["cpus"] == one
     assert first.facts()["threads reason"] == "1 of them: fastest of 1 of them 100 ms, 2 of them 200 ms"
     shown = capsys.readouterr().out
-    assert f"1 thread on CPUs {one} (1 of them): the fastest of 2 sets" in shown
+    assert f"1 thread on CPUs {one} (1 of them): of 2 measured sets of CPUs, the smallest" in shown
     assert len(re.findall(r"\d+\.\d ms", shown)) == 2, "the table"
     assert json.loads((tmp_path / CHOICE).read_text())["cpus"] == one
 
@@ -219,8 +219,8 @@ def test_a_resumed_run_measures_nothing_and_is_the_same_to_the_bit(start: Start,
     (whole_dir / CHOICE).write_text(json.dumps(choice))
     code, printed = second.wait()
     assert code == 0, printed
-    assert "the fastest of" not in printed, "nothing is measured"
-    assert "As before: " in printed
+    assert "measured sets of CPUs" not in printed, "nothing is measured"
+    assert "Restored from the checkpoint: " in printed
     (whole,) = start(1, name="whole", **own)
     code, printed = whole.wait()
     assert code == 0, printed
@@ -250,7 +250,7 @@ def test_a_rank_per_node_is_proposed_where_it_is_faster(
     assert ranks_per_node(NODES, best, lambda: lambda: None)[0] == ranks
     printed = propose_ranks(NODES, best, lambda: lambda: None)
     assert printed.startswith("One rank on each of the 2 NUMA nodes computes 1.33 times") == (ranks == 2)
-    assert ("nproc_per_node: 2 beside this host" in printed) == (ranks == 2)
+    assert ("nproc_per_node: 2 for this host" in printed) == (ranks == 2)
     one = Topology(NODES.cpus, {0: frozenset(ALLOWED)})
     assert ranks_per_node(one, best, lambda: lambda: None) == (1, 1.0)
 

@@ -86,14 +86,14 @@ class ThreadGroup(Collectives):
 
 
 class Rank:
-    """Model, optimizer and sync mode of a rank. places: those of all ranks, if others are lost."""
+    """Model, optimizer and sync mode of a rank. launch_ranks: those of all ranks, if others are lost."""
 
-    def __init__(self, rank: int, world_size: int, mode: str, places: Sequence[int] = ()) -> None:
+    def __init__(self, rank: int, world_size: int, mode: str, launch_ranks: Sequence[int] = ()) -> None:
         self.model = GPT(CONFIG)
         self.optimizer = build_optimizer(self.model, *RATES)
         group = Collectives(RankEnv(rank=rank, world_size=world_size), [])
-        if places:
-            group.places, group.n_places = places, max(places) + 1
+        if launch_ranks:
+            group.launch_ranks, group.n_launch_ranks = launch_ranks, max(launch_ranks) + 1
         self.sync: SyncMode = make_sync(mode, group, self.model, self.optimizer)
 
     def part_of(self, rank: int, state: dict[str, ParameterState]) -> dict[str, ParameterState]:
@@ -204,12 +204,14 @@ def test_each_rank_has_its_state_and_received_only_what_it_lacked(
         assert not any(network.bytes)
     assert not any(network.bytes[rank] for rank in leaving)
     after = len(kept) + new
-    places = [place for place in range(before) if place not in leaving]
-    places += [place for place in [*leaving, *range(before, before + new)] if place not in places][:new]
+    launch_ranks = [number for number in range(before) if number not in leaving]
+    launch_ranks += [
+        number for number in [*leaving, *range(before, before + new)] if number not in launch_ranks
+    ][:new]
     network, held_of = Network(after), [*kept, *[Held()] * new]
 
     def take(rank: int) -> Rank:
-        mine, group, held = Rank(rank, after, mode, places), ThreadGroup(rank, network), held_of[rank]
+        mine, group, held = Rank(rank, after, mode, launch_ranks), ThreadGroup(rank, network), held_of[rank]
         offers = reshard.gather_offers(group, held)
         assert reshard.is_complete(offers)
         if held.tensors:

@@ -77,7 +77,8 @@ def test_a_limit_ends_it_and_a_person_begins_anew(tmp_path: Path) -> None:
     assert main(["again", "--run-dir", str(tmp_path), "--limit", "4"]) == 0
     attempt(tmp_path, "retryable", 3)
     verdict = policy.judge(tmp_path, limit=4)
-    assert verdict.reason.startswith("5 attempts in a row did not get past step 3. The last")
+    assert verdict.reason.startswith("5 attempts in a row did not get past step 3. When the cause")
+    assert verdict.reason.endswith(" starts the run again. The last attempt: Lost rank 1 (laptop).")
     assert main(["again", "--run-dir", str(tmp_path), "--limit", "4"]) == 1
 
     (tmp_path / "outcome.json").unlink()
@@ -98,7 +99,8 @@ def test_an_attempt_that_was_killed_is_counted(tmp_path: Path, monkeypatch: pyte
     verdict = policy.judge(tmp_path)
     assert verdict.again
     assert verdict.reason.endswith(
-        "Killed by SIGKILL: by hand, or by the kernel because memory ran out, in backward after step 812."
+        "Killed by SIGKILL in backward after step 812: by hand, or by the kernel because memory ran out (to "
+        "check, on that host: sudo dmesg | grep -i oom)."
     )
     with monkeypatch.context() as patch:
         patch.setattr(attempt_history, "_boot_id", lambda: "another")
@@ -166,7 +168,7 @@ def test_one_that_cannot_even_load_is_counted(tmp_path: Path, monkeypatch: pytes
     attempt(tmp_path, "retryable", 5)
     starts = [main(["again", "--run-dir", str(tmp_path), "--limit", "3", "--wait"]) for _ in range(5)]
     assert (starts, slept) == ([0, 0, 0, 1, 1], [0, 5, 10])
-    assert "ended while loading" in policy.judge(tmp_path, 3).reason
+    assert "ended while it loaded" in policy.judge(tmp_path, 3).reason
     assert [line["step"] for line in attempt_history.history(tmp_path)] == [5, 5, 5]
     assert json.loads((tmp_path / "outcome.json").read_text())["settled"]
 
@@ -176,13 +178,19 @@ def test_one_that_cannot_even_load_is_counted(tmp_path: Path, monkeypatch: pytes
     [
         (
             "torch.distributed.DistStoreError: Timed out after 46 seconds waiting for clients.",
-            "The ranks did not meet: Timed out after 46 seconds waiting for clients.",
+            "The ranks did not connect to the rendezvous store: Timed out after 46 seconds waiting for "
+            "clients.",
         ),
         (
             "ModuleNotFoundError: No module named 'numpy'",
-            "It ended while loading: ModuleNotFoundError: No module named 'numpy'",
+            "The attempt ended while it loaded: ModuleNotFoundError: No module named 'numpy'",
         ),
-        ("", "It ended while loading; train.log has the reason, or it was killed because memory ran out."),
+        (
+            "",
+            "The attempt ended while it loaded. To see the reason: ansible-playbook logs.yml. If the log has "
+            "none, the kernel may have killed it because memory ran out (to check, on that host: sudo dmesg "
+            "| grep -i oom).",
+        ),
     ],
 )
 def test_one_that_never_began_ends_with_the_word_of_its_log(tmp_path: Path, raised: str, reason: str) -> None:

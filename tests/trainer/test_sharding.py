@@ -116,25 +116,29 @@ def test_each_row_has_one_owner(world_size: int) -> None:
         assert all(sorted(rows) == list(range(320)) for rows in owned.values())
 
 
-@pytest.mark.parametrize("n_places", [1, 2, 3, 4, 6, 64])
-def test_ranks_own_blocks_in_turn_and_keep_them_when_others_are_lost(n_places: int) -> None:
-    everyone = owners_of_blocks(range(n_places), n_places, 512)
-    assert everyone == [block % n_places for block in range(512)]
-    for lost in range(n_places if n_places > 1 else 0):
-        places = [place for place in range(n_places) if place != lost]
-        owners = owners_of_blocks(places, n_places, 512)
-        assert all(places[now] == place for now, place in zip(owners, everyone, strict=True) if place != lost)
-        counts = [owners.count(rank) for rank in range(len(places))]
+@pytest.mark.parametrize("n_launch_ranks", [1, 2, 3, 4, 6, 64])
+def test_ranks_own_blocks_in_turn_and_keep_them_when_others_are_lost(n_launch_ranks: int) -> None:
+    everyone = owners_of_blocks(range(n_launch_ranks), n_launch_ranks, 512)
+    assert everyone == [block % n_launch_ranks for block in range(512)]
+    for lost in range(n_launch_ranks if n_launch_ranks > 1 else 0):
+        launch_ranks = [number for number in range(n_launch_ranks) if number != lost]
+        owners = owners_of_blocks(launch_ranks, n_launch_ranks, 512)
+        assert all(
+            launch_ranks[now] == number
+            for now, number in zip(owners, everyone, strict=True)
+            if number != lost
+        )
+        counts = [owners.count(rank) for rank in range(len(launch_ranks))]
         assert max(counts) - min(counts) <= 2
 
 
-def test_an_election_changes_the_numbers_of_the_ranks_but_not_what_their_places_own() -> None:
-    places = [2, 3, 1]  # the coordinator has place 2 now, place 0 is lost
-    owners = [places[rank] for rank in owners_of_blocks(places, 4, 16)]
+def test_an_election_changes_the_numbers_of_the_ranks_but_not_what_their_launch_ranks_own() -> None:
+    launch_ranks = [2, 3, 1]  # the coordinator has launch rank 2, launch rank 0 is lost
+    owners = [launch_ranks[rank] for rank in owners_of_blocks(launch_ranks, 4, 16)]
     assert owners == [2, 1, 2, 3, 3, 1, 2, 3, 1, 1, 2, 3, 2, 1, 2, 3]
 
 
-def test_an_elastic_run_gives_its_ranks_the_places_of_their_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_elastic_run_gives_its_ranks_their_launch_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three hosts coordinates, the first one is lost, and a host was added."""
     setup = ElasticSetup.__new__(ElasticSetup)
     setup.env = RankEnv(world_size=3, first_host=1)
@@ -142,8 +146,8 @@ def test_an_elastic_run_gives_its_ranks_the_places_of_their_launch(monkeypatch: 
     monkeypatch.setattr(Collectives, "connect", lambda *arguments: None)
     members = tuple(Member(number, 1, Mock(endpoint="")) for number in (0, 1, 4))
     setup._connect_view(View(2, members))
-    assert setup.group.places == [1, 2, 4]
-    assert setup.group.n_places == 5
+    assert setup.group.launch_ranks == [1, 2, 4]
+    assert setup.group.n_launch_ranks == 5
 
 
 @pytest.mark.parametrize("sync", ["dense", "exact", "fast"])

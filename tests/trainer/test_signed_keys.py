@@ -42,7 +42,7 @@ class Store:
         return SignedKeys.announce(self, secret, "first", self.warn)
 
     def other(self, secret: bytes = OURS, run_id: str = "first", number: int = 1) -> SignedKeys:
-        return SignedKeys.meet(self, secret, run_id, number, self.warn, 0.1)
+        return SignedKeys.accept(self, secret, run_id, number, self.warn, 0.1)
 
 
 @pytest.fixture

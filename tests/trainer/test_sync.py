@@ -287,7 +287,7 @@ def test_a_store_of_the_past_and_an_absent_rank_are_distinguished() -> None:
         join_store(env, "run", seconds=1)
     server = dist.TCPStore("127.0.0.1", env.master_port, is_master=True, timeout=timedelta(seconds=5))
     store = join_store(env, "run")
-    with pytest.raises(Retryable, match="an attempt that is ending"):
+    with pytest.raises(Retryable, match="an earlier attempt that is still ending"):
         join_store(env, "run")
     began = time.monotonic()
     with pytest.raises(Retryable, match=r"Rank 1 did not become ready within 1 s, while rank 0 "):

@@ -104,8 +104,8 @@ def test_the_link_has_the_address_that_people_reach(
 @pytest.mark.parametrize(
     ("status", "body", "says"),
     [
-        (404, b"<p>not here</p>", "it answers error 404"),
-        (200, b"<p>hello</p>", "it answers something other than JSON"),
+        (404, b"<p>not here</p>", "error 404"),
+        (200, b"<p>hello</p>", "something other than JSON"),
     ],
 )
 def test_what_answers_but_is_no_mlflow_is_reported(
@@ -129,7 +129,7 @@ def test_what_answers_but_is_no_mlflow_is_reported(
         code, text = track(f"http://127.0.0.1:{page.server_port}")
         page.shutdown()
     assert code == 1
-    assert f"is no MLflow server ({says}" in text
+    assert f"is not an MLflow server (a request for its experiments returns {says})" in text
     assert "does not answer" not in text
     assert "it received 0 figures. Nothing is lost" in text
 
@@ -349,8 +349,8 @@ def test_what_a_library_prints_ends_no_tracking(
     notes.close("finished")
     assert server.run["status"] == "FINISHED"
     assert "a library greets" in capfd.readouterr().err
-    assert sum("wrote no valid message" in line for line in printed) == 5, printed
-    assert any(line.endswith("no valid message: what is this") for line in printed)
+    assert sum("process that sends to the tracker printed: " in line for line in printed) == 5, printed
+    assert any("printed: what is this. No figure is lost" in line for line in printed)
     assert not any("lacks" in line for line in printed)
 
 
@@ -400,7 +400,10 @@ def test_a_lag_is_reported_with_its_length_and_its_end(
     ("arguments", "says"),
     [
         (["--run-dir", "."], "No tracker address was given"),
-        (["--run-dir", ".", "--tracker-uri", "localhost:5000"], "'localhost:5000' is no address of a server"),
+        (
+            ["--run-dir", ".", "--tracker-uri", "localhost:5000"],
+            "'localhost:5000' is not the address of a tracker",
+        ),
         (["--run-dir", "/nowhere", "--tracker-uri", "http://127.0.0.1:1"], "/nowhere cannot be used"),
         (["--run-dir", ".", "--tracker-uri", "http://127.0.0.1:1"], "facts.json cannot be read"),
     ],

@@ -49,16 +49,18 @@ WAITS = answering(TOWER, status("sync", waits=True, interface="eno1", up=True, r
     [
         (
             answering(LAPTOP, status("backward")),
-            "rank 1 (laptop) has been in backward of step 812 for 94 s (slow: 98 % of a core)",
+            "rank 1 (laptop) has been in backward of step 812 for 94 s "
+            "(it computes slowly: its thread uses 98 % of a core)",
         ),
         (
             answering(LAPTOP, status("backward", cpu=0.9, throttled=True, temperature=97.0)),
             "rank 1 (laptop) has been in backward of step 812 for 94 s "
-            "(slow: 90 % of a core, throttled, 97 °C)",
+            "(it computes slowly: its thread uses 90 % of a core, throttled, 97 °C)",
         ),
         (
             answering(LAPTOP, status("data", cpu=0.0)),
-            "rank 1 (laptop) has been in data of step 812 for 94 s (idle: 0 % of a core)",
+            "rank 1 (laptop) has been in data of step 812 for 94 s "
+            "(it does not compute: its thread uses 0 % of a core)",
         ),
         (
             answering(LAPTOP, status("evaluate", 200, cpu=None, stage="evaluate")),
@@ -78,7 +80,11 @@ WAITS = answering(TOWER, status("sync", waits=True, interface="eno1", up=True, r
             RankEvidence(LAPTOP, EndpointResult.REFUSES),
             "rank 1 (laptop) is gone (its host answers, the process does not exist any more)",
         ),
-        (RankEvidence(LAPTOP, EndpointResult.UNKNOWN), "rank 1 (laptop) has not arrived"),
+        (
+            RankEvidence(LAPTOP, EndpointResult.UNKNOWN),
+            "rank 1 (laptop) has not connected to the rendezvous store (`ansible-playbook status.yml` shows "
+            "whether it runs)",
+        ),
     ],
 )
 def test_who_is_waited_for_comes_first(laptop: RankEvidence, sentence: str) -> None:

@@ -122,14 +122,14 @@ def test_a_case_is_read_from_its_name() -> None:
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ("exakt-4096", "its kind is single or"),
+        ("exakt-4096", "must be single or"),
         ("exact", "KIND-TOKENS"),
         ("single-4096-on-c", "there is no host c"),
         ("exact-5000", "multiple of sequence_len"),
         ("exact-4096-on-a", "on all hosts"),
         ("ddp-4096-on-a", "ddp is measured on all hosts"),
         ("ddp-4096-auto", "plain DDP measures no speeds"),
-        ("exact4-4096", "only ranks takes a number of processes"),
+        ("exact4-4096", "only the kind ranks takes it"),
         ("ranks1-4096", "2 or more"),
         ("ranks8-4096", "8 ranks need a sequence each, 8192 tokens or more"),
         ("exact-1024", "2 ranks need a sequence each, 2048 tokens or more"),

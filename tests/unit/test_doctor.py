@@ -145,8 +145,8 @@ def test_a_fleet_is_due_until_a_good_report_and_after_a_change() -> None:
     measured = fleet("tower", "laptop")
     state = doctor.fleet_state(measured, SETTINGS, UNREAD)
     kept = json.dumps({"state": state, "report": {}})
-    assert "no good report" in doctor.due(state, "", "auto")
-    assert "no good report" in doctor.due(state, "{broken", "auto")
+    assert "has not yet checked this fleet" in doctor.due(state, "", "auto")
+    assert "has not yet checked this fleet" in doctor.due(state, "{broken", "auto")
     assert doctor.due(state, kept, "auto") == ""
     assert doctor.due(state, kept, "always") != ""
     assert doctor.due(state, "", "never") == ""
@@ -178,9 +178,9 @@ def test_a_fleet_is_due_when_a_host_has_other_rules_about_the_fleet() -> None:
     assert doctor.due(state_with(source="192.0.2.10/32"), kept, "auto") == "", "a stranger"
     for change in ({"source": "10.0.0.1/32"}, {"source": ""}):
         why = doctor.due(state_with(**change), kept, "auto")
-        assert why == "laptop has another firewall since the last good report"
+        assert why == "laptop has another firewall since the last check without a fault"
     unread = json.dumps({"state": doctor.fleet_state(measured, SETTINGS, UNREAD)})
-    assert "has not read the firewall of laptop" in doctor.due(state_with(), unread, "auto")
+    assert "did not read the firewall of laptop" in doctor.due(state_with(), unread, "auto")
 
 
 def test_a_settings_type_does_not_make_a_fleet_due() -> None:

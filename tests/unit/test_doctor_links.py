@@ -25,7 +25,7 @@ def test_the_network_roles_sentence_is_split_into_problem_and_remedy() -> None:
         problem="laptop has no interface wlan9. Set fleet_interface of laptop.", interface=""
     )
     found = only(measured)
-    assert found["problem"].endswith("connect it to all other hosts: laptop has no interface wlan9.")
+    assert found["problem"].endswith("can be chosen for this host: laptop has no interface wlan9.")
     assert "set fleet_interface of laptop." in found["remedy"]
 
 

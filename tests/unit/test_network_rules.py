@@ -166,7 +166,7 @@ def test_the_file_remembers_what_was_before() -> None:
     text = ports.content(LOW, HIGH, "40000 50000")
     assert ports.setting(text) == f"{LOW} {HIGH}"
     assert ports.remembered(text) == "40000 50000"
-    assert ports.remembered(f"net.ipv4.ip_local_port_range = {LOW} {HIGH}\n") == ports.DEFAULT
+    assert ports.remembered(f"net.ipv4.ip_local_port_range = {LOW} {HIGH}\n") == ports.KERNELS_RANGE
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,11 @@ def test_a_word_without_a_value_is_refused() -> None:
             "total_batch_size is 4096: it must be a multiple of sequence_len (1000); use 4000 or 5000.",
             "-e total_batch_size=4000",
         ),
+        (
+            {"sync": "local", "local_steps": "1", "local_delay": "1"},
+            "local_delay is 1: it must be at least 0 and below local_steps (1); use 0.",
+            "-e local_delay=0",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_used_gets_a_sentence(
@@ -134,6 +139,16 @@ def test_a_value_that_cannot_be_used_gets_a_sentence(
     assert problem == sentence
     assert typed.startswith("repeat the command with -e ")
     assert typed.partition(" instead of ")[0].endswith(remedy)
+
+
+def test_two_settings_of_the_length_are_refused() -> None:
+    [(where, problem, typed)] = check({"num_iterations": "5000", "target_flops": "1e12"})
+    assert where == "-e num_iterations=5000"
+    assert problem == (
+        "num_iterations is 5000 and target_flops is 1e+12, but only one of them can set the length of the "
+        "run. Leave one of them out."
+    )
+    assert typed == "repeat the command without one of the two, or delete one of them in the inventory"
 
 
 def test_an_unknown_preset_is_refused_with_the_list() -> None:

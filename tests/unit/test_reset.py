@@ -22,7 +22,7 @@ def test_a_dry_run_shows_what_would_go_and_how_to_do_it() -> None:
     assert lines[:5] == [
         "tower: would remove unit nanofleet-d8.service",
         "tower: would remove /opt/nanofleet",
-        "tower: would keep, for root: /var/lib/nanofleet/runs",
+        "tower: would keep (owned by root from then on): /var/lib/nanofleet/runs",
         "tower: not removed, not made by setup.yml: /opt/nanofleet/notes",
         "laptop: nothing of setup.yml is left.",
     ]
@@ -50,7 +50,7 @@ def test_a_dry_run_shows_that_an_active_run_would_have_it_refused() -> None:
 def test_a_reset_shows_what_went_and_what_stays_on_the_controller() -> None:
     lines = reset.report(["tower"], HOSTVARS, True, ["/home/me/nanofleet/.wheelhouse"])
     assert "tower: removed /opt/nanofleet" in lines
-    assert "tower: kept, for root: /var/lib/nanofleet/runs" in lines
+    assert "tower: kept (now owned by root): /var/lib/nanofleet/runs" in lines
     assert lines[-1].endswith("rm -r /home/me/nanofleet/.wheelhouse")
 
 

@@ -239,7 +239,9 @@ def test_a_held_port_is_refused_with_pid_and_owner() -> None:
     held = {"port": 29500, "pid": 7, "user": "ann", "command": "nc -l", "unit": ""}
     made = plan({}, state(listeners=[held]), state())
     assert made["action"] == "refuse"
-    assert "Port 29500 on tower is held by process 7 of ann (nc -l)" in made["message"]
+    in_use = "Port 29500 of tower, which the rendezvous store of the run needs, is in use by process 7 of ann"
+    assert in_use in made["message"]
+    assert "Fix: sudo kill 7  (on tower); or use another port: write store_port: PORT into" in made["message"]
     assert plan({}, state(), state(listeners=[held]))["action"] == "start", (
         "only the coordinator serves the port"
     )
@@ -290,9 +292,9 @@ def test_a_run_that_was_left_to_one_host_stays_there() -> None:
     assert busy["action"] == "resume", "tower may do something else"
     assert plan({}, state(), left_to_laptop(active_units=["nanofleet-b.service"]))["action"] == "refuse"
     held = {"port": 29500, "pid": 7, "user": "ann", "command": "nc -l", "unit": ""}
-    assert "Port 29500 on laptop" in plan({}, state(), left_to_laptop(listeners=[held]))["message"]
+    assert "Port 29500 of laptop" in plan({}, state(), left_to_laptop(listeners=[held]))["message"]
     assert plan({}, state(listeners=[held]), left_to_laptop())["action"] == "resume"
-    assert "Port 29500 on laptop" in launch.busy(state(listeners=[held]), "laptop", "a")
+    assert "Port 29500 of laptop" in launch.busy(state(listeners=[held]), "laptop", "a")
     assert launch.busy(state(active_units=[UNIT]), "laptop", "a") == ""
     other = plan({}, state(active_units=["nanofleet-b.service"]), state())
     assert other["action"] == "refuse", "a run on all hosts needs tower"
@@ -313,7 +315,10 @@ def test_shares_are_those_asked_for_or_of_the_same_hosts_before() -> None:
     assert shares("equal", "auto") == []
     wrong = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "3")
     assert wrong["action"] == "refuse"
-    assert "shares is 3: it must be 2 number(s), one for each rank on" in wrong["message"]
+    assert wrong["message"] == (
+        "shares is 3: it must have 2 number(s), the rows of a step for each rank on tower, laptop. Repeat "
+        "the command with -e shares=auto."
+    )
     four = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "2,2,1,1", 2)
     assert four["file"]["shares"] == [2, 2, 1, 1]
     refused = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "0,4")
@@ -338,8 +343,8 @@ def test_a_longer_run_goes_on_from_its_last_checkpoint_though_it_had_finished() 
     )
     longer = plan({"num_iterations": "30"}, done, state())
     assert (longer["action"], longer["file"]["config"]["num_iterations"]) == ("resume", 30)
-    assert "The run is extended from 20 to 30 steps. Rates fall after" in longer["message"]
-    assert "step 21 trains at" in longer["message"]
+    assert "The run is extended from 20 to 30 steps. The learning rates fall after" in longer["message"]
+    assert "Step 21 has" in longer["message"]
     assert plan({"num_iterations": "20"}, done, state())["action"] == "none"
     assert plan({"save_minutes": "1"}, done, state())["action"] == "none"
     shorter = plan({"num_iterations": "19"}, state(**stored()), state())

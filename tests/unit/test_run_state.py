@@ -120,7 +120,7 @@ def test_a_rank_that_was_just_killed_is_reported_from_its_attempts(
     printed = status.status_screen({"tower": dead}, "a")
     assert f"tower: {log.KILLED} in forward after step 3." in printed.splitlines()
     assert "exitcode" not in printed
-    settled = "Killed by SIGKILL: by hand, or by the kernel because memory ran out, in forward after step 3."
+    settled = "Killed by SIGKILL in forward after step 3: by hand, or by the kernel because memory ran out."
     (run_dir / "outcome.json").write_text(json.dumps({"outcome": "retryable", "reason": settled}))
     dead = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
     assert status.status_screen({"tower": dead}, "a").count("Killed") == 1

@@ -303,8 +303,11 @@ def test_who_asks_for_a_run_that_is_not_there_gets_the_nearest_and_ends_none() -
     runs = [{"run_id": "c", "time": 2, "active": True}, {"run_id": "evening", "time": 1, "active": False}]
     there = {"tower": state(runs=runs, active_units=["nanofleet-c.service"])}
     assert status.status_screen(there, "cc") == (
-        "No host has a run cc. Did you mean c? Known runs: c (active), evening."
+        "No host has a run cc. Did you mean c? Known runs: c (active), evening. "
+        "Fix: repeat the command with one of them: -e run_id=NAME"
     )
+    none = "No host has a run cc, and no other run was started on these hosts."
+    assert status.status_screen({"tower": state()}, "cc") == none
     assert "Did you mean evening?" in status.status_screen(there, "evning")
     assert "Did you mean" not in status.status_screen(there, "xyz")
 
@@ -318,10 +321,10 @@ def test_the_run_shown_is_the_active_one_else_the_newest() -> None:
 
 
 def test_status_shows_what_a_rank_warns_of() -> None:
-    short = "No room for the checkpoint of step 30: it takes 1.400 GB."
+    short = "The checkpoint of step 30 was not saved: it takes 1.400 GB."
     beats = [beat(warning=short)]
     up = {"tower": state(**stored(), ended=False, heartbeats=beats), "laptop": state(**stored(), ended=False)}
-    assert f"Warning:     {short}" in status.status_screen(up, "a")
+    assert f"Warning:     tower: {short}" in status.status_screen(up, "a")
     over = {"tower": state(**stored(), heartbeats=beats)}
     assert short not in status.status_screen(over, "a")
 
@@ -387,7 +390,7 @@ def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
 def test_a_start_at_which_the_ranks_did_not_meet_shows_how_to_find_out_why() -> None:
     unmet = state(**stored(), failed_unit=True, error=["torch.distributed.DistStoreError: Timed out"])
     other = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
-    assert "Why the hosts do not meet: ansible-playbook doctor.yml" in report.failure({"a": unmet}, "r")
+    assert "why the hosts do not connect: ansible-playbook doctor.yml" in report.failure({"a": unmet}, "r")
     assert "doctor.yml" not in report.failure({"a": other}, "r")
     assert summary.not_met({"a": other, "b": unmet})
     assert not summary.not_met({"a": other, "b": {"unreachable": True}})
@@ -397,7 +400,19 @@ def test_a_start_that_somebody_stops_reports_it() -> None:
     ended = state(**stored(), stop_requested=True)
     printed = report.failure({"tower": ended, "laptop": ended}, "a")
     cause = "stop.yml has requested its end; its unit ended on tower,"
-    assert printed.startswith(f"The run a did not start: {cause}")
+    assert printed.startswith(f"The cause: {cause}")
+
+
+def test_a_benchmark_case_that_fails_after_its_first_step_is_not_reported_as_one_without_a_step() -> None:
+    lost = {"outcome": "retryable", "reason": "Lost rank 1 (laptop)", "rank": 0}
+    over = state(**stored(), stepped=True, outcome=lost)
+    lines = report.failure({"tower": over}, "bench-exact-4096", "bench").splitlines()
+    assert lines[0] == "The cause: its units ended after the first step."
+    assert lines[1] == "  tower: Lost rank 1 (laptop)"
+    assert lines[-1] == "Correct the cause, then repeat the command"
+    late = state(**stored(), stepped=True, ended=False)
+    printed = report.failure({"tower": late}, "bench-exact-4096", "bench")
+    assert printed.startswith("The cause: it has made steps and is still active on tower.")
 
 
 def test_what_a_stop_takes_is_reported_before() -> None:

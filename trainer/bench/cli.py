@@ -112,7 +112,7 @@ def _measure(args: argparse.Namespace, env: RankEnv) -> int:
                 write_json(args.run_dir / RESULT, result)
             return "Measured."
 
-        code = run_attempt(args.run_dir, env, log, lambda: run_file_from(args, env), start)
+        code = run_attempt(args.run_dir, env, log, lambda: bench_run_file(args, env), start)
     if result:
         print(json.dumps(result) if args.json else describe(result), flush=True)
         if args.out:
@@ -120,7 +120,7 @@ def _measure(args: argparse.Namespace, env: RankEnv) -> int:
     return code
 
 
-def run_file_from(args: argparse.Namespace, env: RankEnv) -> RunFile:
+def bench_run_file(args: argparse.Namespace, env: RankEnv) -> RunFile:
     """Load the file of --run-file; without this option, make a run file for the measured run.
 
     Raises ConfigError if the file cannot be used, or if an option is invalid.

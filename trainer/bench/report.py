@@ -255,19 +255,19 @@ def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
         cpu, threads = rank["cpu"] or rank["processor"], counted(rank["threads"], "thread")
         facts.setdefault(rank["host"], f"{rank['host']}: {cpu}, {threads}")
     head = f"Depth {first['depth']}, rows of {first['sequence_len']:,} tokens, torch {first['torch']}. "
-    parts = [f"{head}{'; '.join(facts.values())}.", table(sorted(rows, key=_rung), CASES)]
+    parts = [f"{head}{'; '.join(facts.values())}.", table(sorted(rows, key=_sort_key), CASES)]
     parts.append(table(rows, THROUGHPUT))
     if together := [row for row in rows if row["ranks"] > 1]:
         parts.append(table(together, TRANSFERS))
     return "\n\n".join(parts)
 
 
-def _rung(row: Row) -> tuple[bool, int, int]:
+def _sort_key(row: Row) -> tuple[bool, int, int]:
     """Sort key of the first table: CPUs before GPUs, one host before several, few processes before many."""
     return row["device"] != "cpu", len(row["hosts"]), row["ranks"]
 
 
-def _what(row: Row) -> str:
+def _case_name(row: Row) -> str:
     """The name of a case in the first table: "2 processes on tower", "plain DDP on tower, laptop"."""
     hosts = ", ".join(row["hosts"])
     if len(row["hosts"]) > 1:
@@ -297,7 +297,7 @@ def _times(value: float | None) -> str:
 
 
 CASES: Columns = {
-    "what": _what,
+    "what": _case_name,
     "tokens a step": lambda row: f"{row['tokens']:,}",
     "format": lambda row: row["format"],
     "step, s": lambda row: f"{row['step_seconds']:.2f}",

@@ -162,7 +162,11 @@ class CheckpointCopies:
     def _report_own(self) -> None:
         """On a receiver, log a transfer that has failed."""
         if self._group.rank and self._transfer is not None and self._transfer.lost:
-            self._log(f"warning: A copy of a checkpoint was not received: {self._transfer.lost}")
+            self._log(
+                "warning: This host did not receive its copy of a checkpoint from the coordinator: "
+                f"{self._transfer.lost.rstrip('.')}. The run and the checkpoint on the coordinator are not "
+                "affected. Check the network: ansible-playbook doctor.yml"
+            )
 
     def _report(self) -> None:
         """Log the result of the last transfer. If an error ended it, this attempt makes no more copies."""
@@ -228,7 +232,16 @@ def fetch_newer(group: Collectives, folder: Path, run_id: str, config: RunConfig
     if group.rank == 0 and transfer is not None:
         problem = transfer.lost or "; ".join(transfer.problems.values())
         if problem:
-            problem = f"The checkpoint of step {max(steps):,} cannot be fetched from {host}: {problem}"
+            problem = (
+                f"The coordinator could not copy the newest checkpoint (step {max(steps):,}) from {host}: "
+                f"{problem.rstrip('.')}. The run did not start, because it would continue from an older "
+                "state. Correct this cause, then start the run again."
+            )
+            if own >= 0:
+                problem += (
+                    f" To resume from the coordinator's checkpoint of step {own:,} instead: with the "
+                    "playbooks -e checkpoint_copies=1, by hand --checkpoint-copies 1."
+                )
         else:
             megabytes = transfer.size / 1e6
             log(f"Received {transfer.name} from {host}: {megabytes:,.1f} MB in {transfer.seconds:.1f} s.")

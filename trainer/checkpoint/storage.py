@@ -40,6 +40,7 @@ MODEL, PICKLED_MODEL = "model.safetensors", "model.pt"
 PICKLED_SCHEMA = 2  # the last one with a PICKLED_MODEL
 MODEL_FILES = (MODEL, f"tokenizer/{FILE_NAME}")
 FILES = (*MODEL_FILES, "optim.pt")
+ANOTHER = "Use another checkpoint, or a copy of this one (ansible-playbook fetch.yml)."
 # Errors that mean a damaged file; after others it may be intact and unreadable now.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
@@ -259,7 +260,10 @@ def _settings(
         values, unknown_of_model = migrate(GPTConfig, model)
         settings = {"config": run.to_dict(), "model_config": dataclasses.asdict(GPTConfig(**values))}
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"This release refuses the settings in {path / 'meta.json'}: {error}") from None
+        raise ConfigError(
+            f"The settings in {path / 'meta.json'} are not valid in this release: {str(error).rstrip('.')}. "
+            "Use the release that wrote the checkpoint."
+        ) from None
     if log is not None and (unknown or unknown_of_model):
         log(note_of_dropped(unknown + unknown_of_model, model | config, f"The checkpoint {path}"))
     return settings
@@ -294,7 +298,10 @@ def load_model(path: Path) -> tuple[GPT, Tokenizer]:
     Raises DamagedCheckpointError if a file is damaged or missing, ConfigError if the model cannot be loaded
     for another reason.
     """
-    meta = read_meta(path, MODEL_FILES)
+    try:
+        meta = read_meta(path, MODEL_FILES)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error} {ANOTHER}") from None
     file = model_file(path, meta)
     weights = read_tensors(file)
     try:

@@ -186,16 +186,19 @@ class CheckpointWriter:
         """Set `shortage`, and log it at first and then every REMIND_SECONDS."""
         now = self._short_at = time.monotonic()
         there = storage.checkpoints(self.folder)
-        newest = f"the newest stays {there[0].name}" if there else "there is none before it"
+        newest = f"The newest checkpoint is still {there[0].name}." if there else "There is no earlier one."
         first = self.shortage is None
         self.shortage = (
-            f"No room for the checkpoint of step {self._step}: it takes {self._needed / 1e9:.3f} GB, "
-            f"{self.folder} has {shutil.disk_usage(self.folder).free / 1e9:.3f} GB free; {newest}. "
-            "Make room there."
+            f"The checkpoint of step {self._step} was not saved: it takes {self._needed / 1e9:.3f} GB, and "
+            f"{self.folder} has {shutil.disk_usage(self.folder).free / 1e9:.3f} GB free. {newest} "
+            "Delete files on that disk."
         )
         if first or now - self._reminded_at >= REMIND_SECONDS:
             self._reminded_at = now
-            self._log(f"warning: {self.shortage} It is tried again each minute.")
+            self._log(
+                f"warning: {self.shortage} It is tried again every {RETRY_SECONDS:.0f} s (the last "
+                f"checkpoint of a run: every {CHECK_SECONDS:.0f} s, for {LAST_SECONDS:.0f} s)."
+            )
 
     def _copy(self, state: State) -> State:
         model = self._copies_of("model", state.model)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data import SEED, SHARD_BYTES, DataError
 from trainer.data.conversations import ConversationError, describe_bad, find_files, read_file
-from trainer.data.corpus import source_digest, write_shard
+from trainer.data.corpus import groups_of, source_digest, write_shard
 from trainer.data.directory import Clock, Prepared, make_directory
 from trainer.data.files import file_sha256, locked
 from trainer.data.loader import permutation
@@ -147,29 +147,6 @@ def _write(train: list[bytes], val: list[bytes], folder: Path, shard_bytes: int)
     """
     entries: list[Entry] = []
     with Progress("writing shards", sum(map(len, train)) + sum(map(len, val))) as progress:
-        for number, texts in enumerate([*_groups(train, shard_bytes), val]):
-            path = folder / shard_name(number)
-            count, size = write_shard(path, iter(texts), progress)
-            entries.append(
-                {
-                    "name": path.name,
-                    "sha256": file_sha256(path),
-                    "bytes": path.stat().st_size,
-                    "documents": count,
-                    "text_bytes": size,
-                }
-            )
+        for number, texts in enumerate([*groups_of(train, shard_bytes), val]):
+            entries.append(write_shard(folder / shard_name(number), texts, progress))
     return with_splits(entries)
-
-
-def _groups(texts: Sequence[bytes], group_bytes: int) -> Iterator[list[bytes]]:
-    group: list[bytes] = []
-    size = 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
-        if size >= group_bytes:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group

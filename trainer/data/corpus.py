@@ -7,8 +7,9 @@ about 300 bytes per file and 2 bytes per document.
 import hashlib
 import itertools
 import os
+import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -140,17 +141,8 @@ def write_shards(spool: Spool, folder: Path, n_bytes: int, shard_bytes: int) -> 
     entries = []
     with Progress("writing shards", n_bytes) as progress:
         for number, (_, documents) in enumerate(itertools.groupby(_planned(spool, plan), itemgetter(0))):
-            path = folder / shard_name(number)
-            n_documents, text_bytes = write_shard(path, (data for _, data in documents), progress)
-            entries.append(
-                {
-                    "name": path.name,
-                    "sha256": file_sha256(path),
-                    "bytes": path.stat().st_size,
-                    "documents": n_documents,
-                    "text_bytes": text_bytes,
-                }
-            )
+            texts = (data for _, data in documents)
+            entries.append(write_shard(folder / shard_name(number), texts, progress))
     return with_splits(entries)
 
 
@@ -161,8 +153,8 @@ def _planned(spool: Spool, plan: ShardPlan) -> Iterator[tuple[int, bytes]]:
         start += len(data)
 
 
-def write_shard(path: Path, documents: Iterator[bytes], progress: Progress) -> tuple[int, int]:
-    """Write `documents` to the parquet file `path`; returns (number of documents, bytes of text).
+def write_shard(path: Path, documents: Iterable[bytes], progress: Progress) -> Entry:
+    """Write `documents` to the parquet file `path`; returns its manifest entry without `split`.
 
     documents: texts in UTF-8. progress: counts the bytes of text.
     """
@@ -170,7 +162,7 @@ def write_shard(path: Path, documents: Iterator[bytes], progress: Progress) -> t
     n_documents = n_bytes = 0
     with open(path, "wb") as file:
         with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=False) as writer:
-            for group in _groups(documents):
+            for group in groups_of(documents, GROUP_BYTES, GROUP_DOCUMENTS):
                 texts = pa.array(group, pa.binary()).cast(pa.string())
                 writer.write_table(pa.table([texts], schema=schema), row_group_size=len(group))
                 size = sum(map(len, group))
@@ -178,16 +170,23 @@ def write_shard(path: Path, documents: Iterator[bytes], progress: Progress) -> t
                 n_bytes += size
                 progress.add(size)
         sync_file(file)
-    return n_documents, n_bytes
+    return {
+        "name": path.name,
+        "sha256": file_sha256(path),
+        "bytes": path.stat().st_size,
+        "documents": n_documents,
+        "text_bytes": n_bytes,
+    }
 
 
-def _groups(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
+def groups_of(texts: Iterable[bytes], n_bytes: int, n_texts: int = sys.maxsize) -> Iterator[list[bytes]]:
+    """Divide `texts`, in their order, into groups that end at `n_bytes` or more, or at `n_texts` texts."""
     group: list[bytes] = []
     size = 0
-    for data in documents:
-        group.append(data)
-        size += len(data)
-        if len(group) == GROUP_DOCUMENTS or size >= GROUP_BYTES:
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if len(group) == n_texts or size >= n_bytes:
             yield group
             group, size = [], 0
     if group:

@@ -75,8 +75,8 @@ class Collectives:
 
     rank: the number of this rank. world_size: the number of ranks. peers: all ranks, in rank order.
     owner_speeds: relative speed of each rank, by which matrices are assigned to owner ranks; empty: equal.
-    places: by rank, the number that the rank had when it started. In an elastic run a rank keeps this number
-        when other ranks are lost or join. n_places: an upper bound; each place is lower.
+    launch_ranks: by rank, the number that the rank had when it started. In an elastic run a rank keeps this
+        number when other ranks are lost or join. n_launch_ranks: an upper bound; each number is lower.
     bytes_sent: the number of bytes that this rank has sent so far.
     is_waiting: whether the main thread waits in a collective.
     interruption: function that returns the reason to stop waiting for other ranks, or "" if there is none;
@@ -88,8 +88,8 @@ class Collectives:
         self.world_size = env.world_size
         self.peers = peers
         self.owner_speeds: list[float] = []  # relative, by rank; empty: all equal
-        self.places: Sequence[int] = range(env.world_size)
-        self.n_places = env.world_size
+        self.launch_ranks: Sequence[int] = range(env.world_size)
+        self.n_launch_ranks = env.world_size
         self.bytes_sent = 0
         self.is_waiting = False  # whether the main thread waits in a collective
         # Why to give up waiting for the other ranks, or "". None: a wait ends only with its collective.
@@ -359,10 +359,11 @@ class Collectives:
         lengths = self.gather_int64(torch.tensor([len(mine)])).flatten().tolist()
         if not any(lengths):
             return [b""] * self.world_size
-        padded = torch.zeros(max(lengths), dtype=torch.int64)
+        size = torch.int64.itemsize
+        padded = torch.zeros(-(-max(lengths) // size) * size, dtype=torch.uint8)
         if mine:
             padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        table = self.gather_int64(padded).to(torch.uint8)
+        table = self.gather_int64(padded.view(torch.int64)).view(torch.uint8)
         return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]
 
     def raise_problems(self, problem: str | None) -> None:

@@ -74,8 +74,9 @@ def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist
         raise no_store(env, seconds, error) from None
     if registered:
         raise Retryable(
-            f"The rendezvous store at {env.master_addr}:{env.master_port} has rank {env.rank} of {run_id} "
-            "already: it belongs to an attempt that is ending. Try again in some seconds."
+            f"Rank {env.rank} of the run {run_id} is already registered in the rendezvous store at "
+            f"{env.master_addr}:{env.master_port}: this store belongs to an earlier attempt that is still "
+            "ending. The unit restarts by itself; by hand, start torchrun again after a few seconds."
         )
     return mine
 

@@ -173,7 +173,10 @@ class Coordinator:
             differences = compare([self.me.record, member.record])
             if differences or member.record.problem:
                 named = name_differences(differences, [self.me.record, member.record])
-                differs = f"{member} differs from the run: {named}. Make this host equal: setup.yml."
+                differs = (
+                    f"{member} differs from the coordinator: {named}. To give the host the same code, "
+                    "packages and data: ansible-playbook setup.yml, then: ansible-playbook train.yml"
+                )
                 sentence = member.record.problem or differs
                 self._handled[member.number] = member.incarnation
                 self._keys.set(f"refused/{member.number}", json.dumps([member.incarnation, sentence]))
@@ -216,7 +219,8 @@ class Coordinator:
                 if self._is_replaced is not None:
                     needed = f"{self._min_hosts} of {len(self._voting)} hosts are needed"
                 raise Retryable(
-                    f"Only {hosts} can train, and {needed}. The run continues when more hosts are back."
+                    f"Only {hosts} can train, and {needed}. The run waits and continues by itself when more "
+                    "hosts are back. To see which are missing: ansible-playbook status.yml"
                 )
             generation += 1
             view = View(generation, tuple(members), kind)
@@ -343,7 +347,8 @@ class Follower:
 
     def _left_out(self) -> Retryable:
         text = (
-            f"The others continue without {self.me}, which was silent or late for too long. It joins again."
+            f"The other ranks continue without {self.me}, which did not answer or was not ready in time. Its "
+            "unit restarts, and it joins them again. No action is needed."
         )
         return Retryable(text)
 
@@ -358,7 +363,7 @@ class Follower:
         if text := self._keys.get(f"refused/{self.me.number}"):
             incarnation, sentence = json.loads(text)
             if incarnation == self.me.incarnation:
-                raise Final(f"{sentence} The run continues without this host.")
+                raise Final(f"The run continues without this host: {sentence}")
         if text := self._keys.get("ended"):
             raise _end_of(*json.loads(text))
 

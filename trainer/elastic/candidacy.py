@@ -221,12 +221,18 @@ class Candidacy:
         """A sentence about the hosts that answer and those that are needed."""
         reached = self.election.reached()
         absent = [name for host, name in enumerate(self._run_file.hosts) if host not in reached]
-        if self.election.known == NONE and self._name(0) in absent:
+        first = self.first_name
+        if self.election.known == NONE and first in absent:
             return (
-                f"{self._name(0)} does not answer at port {self._env.master_port}, and the run begins on it. "
-                "Is its unit active, and its port open to the other hosts? ansible-playbook doctor.yml"
+                f"{self._env.host} gets no answer from {first} at port {self._env.master_port}, and the run "
+                f"cannot start without {first}, its first coordinator. Either the unit on {first} is not "
+                "active (ansible-playbook status.yml), or a firewall closes the port (ansible-playbook "
+                "doctor.yml)."
             )
-        found = "all hosts answer, but a majority reaches none of them yet"
+        found = (
+            f"{self._env.host} reaches all hosts, but no host is reached by {self.quorum} of them yet (to "
+            "find the broken path: ansible-playbook doctor.yml)"
+        )
         if absent:
             port = self._env.master_port
             found = f"{self._env.host} gets no answer from {', '.join(absent)} at port {port}"

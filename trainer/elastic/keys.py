@@ -15,7 +15,7 @@ that rank, 2 for the second, and so on. A view is the list of members of one gen
     proposal                    the newest view that the coordinator proposes
     accepted/GENERATION/NUMBER  incarnation of a member that accepts the proposed view
     committed                   the newest view that all its members have accepted
-    meet/GENERATION/NUMBER      that a member of a generation is about to connect to the others
+    connecting/GENERATION/NUMBER  that a member of a generation is about to connect to the others
     dropped/NUMBER              incarnation that is never a member again
     refused/NUMBER              incarnation of a rank that may not join, and the reason
     ended                       outcome and reason of the coordinator, once it ends

@@ -46,15 +46,19 @@ LATE_SECONDS = 2.0  # without a status, which comes every second: the member is 
 SILENT_SECONDS = 3.0  # without a status: a member that does not answer is lost
 QUERY_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
-MEET_SECONDS = 10.0  # for all members of a view to be about to connect
+CONNECT_SECONDS = 10.0  # for all members of a view to be about to connect
 POLL_SECONDS = 0.02
 REQUESTS = "requests"
 LOST_STORE = (
     f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
     "Its host is off, asleep or cut off, or its rank is frozen."
 )
-LATE = "still computes a step that the others have completed, for longer than local_grace allows."
-SUPERSEDED = "Other hosts have elected another coordinator. This one joins it."
+LATE = "still computes a step that the others completed more than local_grace seconds ago"
+LONGER = "To wait longer, stop the run and start it with -e local_grace=SECONDS."
+SUPERSEDED = (
+    "The other hosts have elected another coordinator. This host is no longer the coordinator and continues "
+    "under the new one. No action is needed."
+)
 
 
 class Membership:
@@ -120,7 +124,7 @@ class Membership:
         try:
             if self.env.is_coordinator:
                 return SignedKeys.announce(keys, secret, run_id, self._warn, term)
-            return SignedKeys.meet(keys, secret, run_id, self.env.rank, self._warn, term=term)
+            return SignedKeys.accept(keys, secret, run_id, self.env.rank, self._warn, term=term)
         except RuntimeError as error:
             raise no_store(self.env, JOIN_SECONDS, error) from None
 
@@ -224,8 +228,8 @@ class Membership:
         """On the coordinator, whether other hosts have elected another one."""
         return bool(self._coordinator and self._candidacy and self._candidacy.newer_term)
 
-    def meet(self) -> None:
-        """Wait until all members of the view are about to connect to each other, MEET_SECONDS at most.
+    def wait_to_connect(self) -> None:
+        """Wait until all members of the view are about to connect to each other, CONNECT_SECONDS at most.
 
         A member that is lost before this ends the wait as soon as the loss is noticed; Gloo, which connects
         the members, would wait for it for several seconds more. Raises PeerLost if a member is lost.
@@ -235,13 +239,15 @@ class Membership:
         try:
             store = StoreKeys(open_store(self.env, seconds=LOST_STORE_SECONDS / 2))
             keys = self._keys.over(store)
-            keys.set(f"meet/{generation}/{self.env.rank}", "here")
-            while waiting := {n: m for n, m in waiting.items() if not keys.get(f"meet/{generation}/{n}")}:
+            keys.set(f"connecting/{generation}/{self.env.rank}", "here")
+            while waiting := {
+                n: m for n, m in waiting.items() if not keys.get(f"connecting/{generation}/{n}")
+            }:
                 if reason := self.interruption():
                     raise PeerLost(reason)
-                if time.monotonic() - began > MEET_SECONDS:
+                if time.monotonic() - began > CONNECT_SECONDS:
                     names = ", ".join(map(str, waiting.values()))
-                    raise PeerLost(f"{names} did not connect within {MEET_SECONDS:.0f} s.")
+                    raise PeerLost(f"{names} did not connect within {CONNECT_SECONDS:.0f} s.")
                 time.sleep(POLL_SECONDS)
         except RuntimeError as error:
             raise PeerLost(f"The rendezvous store does not answer ({str(error).splitlines()[0]}).") from None
@@ -351,7 +357,7 @@ class Membership:
             return self.left.wait(seconds)
         with contextlib.suppress(RuntimeError):
             keys = self._keys.over(StoreKeys(open_store(self.env)))
-            keys.set(f"leave/{self.env.rank}", str(self._follower.me.incarnation))
+            Follower(keys, self._follower.me).leave()
             keys.add(REQUESTS, 1)
             self._leaving.set()
             return self.left.wait(seconds)
@@ -432,13 +438,13 @@ class Membership:
         others = [*replaced, *silent, *late]
         suffices = coordinator.suffices(member for member in view.members if member not in others)
         if self.env.rank in numbers and suffices and self._candidacy:
-            self._end_process(Retryable(f"This rank {LATE} They elect another coordinator."))
+            self._end_process(Retryable(f"This rank {LATE}, so they elect another coordinator. {LONGER}"))
         if self.env.rank in numbers or not suffices:
             late = []  # the run could not continue without them
         for members, why in (
             (replaced, "has started again."),
             (silent, "sends no status, and its health endpoint does not answer."),
-            (late, LATE),
+            (late, f"{LATE}, so they continue without it. {LONGER}"),
             self._slow_joiners(coordinator),
         ):
             if members:

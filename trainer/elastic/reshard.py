@@ -108,7 +108,7 @@ def hold_copy(state: State | None) -> Held:
 
 
 def hand_over(group: Collectives, held: Held, leaving: Sequence[int]) -> Held:
-    """Send the state of the ranks that leave to the ranks that stay; returns what this rank has afterwards.
+    """Send the state of leaving ranks to the ranks that stay; returns what this rank has afterwards.
 
     All ranks call it. held: what this rank has before. leaving: the ranks that leave, by rank in `group`.
     Raises PeerLost if a rank is lost.

@@ -178,7 +178,7 @@ class ElasticSetup(RunSetup):
         self._is_new = False
         self.log.info(f"Received {megabytes:,.0f} MB from the coordinator; joining the run.")
 
-    def _check_kind(self, kind: str) -> str:
+    def _decide_kind(self, kind: str) -> str:
         return self.joined.decide_kind(kind)
 
     @property
@@ -240,7 +240,8 @@ class ElasticSetup(RunSetup):
         if self._kept_term not in (None, int((state.meta.get("terms") or [[0]])[-1][0])):
             self._is_new = True
             self.log.info(
-                "The others have trained in a term that this rank missed: it starts from their state."
+                "The other ranks have trained under a coordinator that was elected while this rank was away. "
+                "This rank continues from their state. No action is needed."
             )
         self._kept_term = None
         is_new = self.group.gather_int64(torch.tensor([int(self._is_new)])).flatten().tolist()
@@ -327,10 +328,10 @@ class ElasticSetup(RunSetup):
         peers = [Peer(rank, record.host, record.address) for rank, record in enumerate(records)]
         env = dataclasses.replace(self.env, rank=rank, world_size=world_size)
         name = f"group/{view.generation}"
-        self.joined.meet()
+        self.joined.wait_to_connect()
         self.group = Collectives(env, peers)  # if it cannot be connected, this is the one to be abandoned
-        self.group.places = self._places_of(view)
-        self.group.n_places = max(self.env.world_size, *(place + 1 for place in self.group.places))
+        self.group.launch_ranks = self._launch_ranks_of(view)
+        self.group.n_launch_ranks = max(self.env.world_size, 1 + max(self.group.launch_ranks))
         self.group.connect(self.joined.store, CPU, name, CONNECT_TIMEOUT)
         self.group.interruption = self.joined.interruption
         self._watch_group()
@@ -341,12 +342,12 @@ class ElasticSetup(RunSetup):
         fixed, rows = self.run_file.fixed_shares, self.plan.rows_per_step
         if not fixed:
             return equal_split(rows, len(view.members))
-        launched = [place for place in self._places_of(view) if place < self.env.world_size]
+        launched = [number for number in self._launch_ranks_of(view) if number < self.env.world_size]
         weights = [fixed[rank] for rank in launched]
         added = len(view.members) - len(launched)
         return split_rows([1 / each for each in [*weights, *added * [statistics.median(fixed)]]], rows)
 
-    def _places_of(self, view: View) -> list[int]:
+    def _launch_ranks_of(self, view: View) -> list[int]:
         """The rank that each member had at launch, by rank: an election changes the numbers of the members.
 
         A rank that was added while the run trains has its number instead, which is at least the world size.

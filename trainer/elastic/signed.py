@@ -29,7 +29,7 @@ SECRET_BYTES = 32
 NONCE_SECONDS = 45.0  # from the start of the store until the coordinator has written the nonce
 POLL_SECONDS = 0.05
 # Keys that end in the number of the rank that writes them.
-OF_A_RANK = ("join", "leave", "ready", "accepted", "meet")
+OF_A_RANK = ("join", "leave", "ready", "accepted", "connecting")
 
 
 def read_secret() -> bytes:
@@ -102,7 +102,7 @@ class SignedKeys:
         return signed
 
     @classmethod
-    def meet(
+    def accept(
         cls,
         keys: Keys,
         secret: bytes,
@@ -146,8 +146,9 @@ class SignedKeys:
             )
         if its_term != term:
             raise Retryable(
-                f"The coordinator is in term {its_term or '-'} and this host in term {term or '-'}: another "
-                "coordinator was elected meanwhile."
+                f"The coordinator was elected in term {its_term or '-'}, but this host takes part in term "
+                f"{term or '-'} (the number grows with each election): another coordinator was elected "
+                "meanwhile. No action is needed: the rank restarts and follows the elected coordinator."
             )
         return signed
 

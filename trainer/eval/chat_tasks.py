@@ -245,7 +245,10 @@ def check_letter(tokenizer: Tokenizer, letter: str) -> int:
     """The token id of a letter. Raises DataError if the tokenizer has no single token for it."""
     ids = tokenizer.encode(letter)
     if len(ids) != 1:
-        raise DataError(f"The letter {letter} is {len(ids)} tokens of this tokenizer, and choices need one.")
+        raise DataError(
+            f"The tokenizer of the checkpoint splits the letter {letter} into {len(ids)} tokens, but a task "
+            "with choices needs one token for each letter. Leave tasks with it out of --chat-task."
+        )
     return ids[0]
 
 

@@ -89,10 +89,16 @@ class Bundle:
         for task in self.tasks:
             items = task.items[:max_per_task] if max_per_task else task.items
             if len(items) <= task.fewshot:
-                limit = f" of {len(task.items)} (the most per task)" if len(items) < len(task.items) else ""
+                has, fix = f"has {len(items)} items", ""
+                if len(items) < len(task.items):
+                    has = f"is limited to {len(items)} of {len(task.items)} items"
+                    fix = (
+                        " Raise the limit: core_max_per_task (eval.yml), core_metric_max_per_task "
+                        "(train.yml), or by hand --core-max-per-task or --core-metric-max-per-task."
+                    )
                 raise DataError(
-                    f"{task.where}: the task {task.label} has {len(items)} items{limit} and shows "
-                    f"{task.fewshot} examples before each: it needs {task.fewshot + 1} items or more."
+                    f"{task.where}: the task {task.label} {has}, but it shows {task.fewshot} examples before "
+                    f"each item and needs {task.fewshot + 1} items or more.{fix}"
                 )
             tasks.append(dataclasses.replace(task, items=items))
         return dataclasses.replace(self, tasks=tuple(tasks))

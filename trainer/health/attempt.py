@@ -262,7 +262,8 @@ def _terminated(by_parent: bool, attempt: Attempt) -> RunEnd:
     """
     if by_parent and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         return Retryable(
-            f"torchrun ended this rank after step {attempt.step}: another rank of this host has died."
+            f"torchrun ended this rank after step {attempt.step}: another rank of this host has died. The "
+            "reason is in the log of that rank: ansible-playbook logs.yml"
         )
     asked = f"Asked to end by SIGTERM after step {attempt.step}"
     if attempt.left:

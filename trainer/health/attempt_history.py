@@ -162,12 +162,15 @@ def _killed_attempt(run_dir: Path) -> Line:
         return {}
     own = (heartbeat for heartbeat in _heartbeats(run_dir) if heartbeat.pid == running.get("pid"))
     last = next(own, RunStatusRecord())
+    where = f"in {last.phase or 'load'} after step {last.step}"
     if running.get("boot_id") and running["boot_id"] != _boot_id():
-        cause = "Its host went down"
+        reason = f"Its host went down {where}."
     else:
-        cause = "Killed by SIGKILL: by hand, or by the kernel because memory ran out,"
+        reason = (
+            f"Killed by SIGKILL {where}: by hand, or by the kernel because memory ran out (to check, on that "
+            "host: sudo dmesg | grep -i oom)."
+        )
     began, seen = float(running.get("began") or 0), last.time or 0.0
-    reason = f"{cause} in {last.phase or 'load'} after step {last.step}."
     checkpoint = last.checkpoint["path"] if last.checkpoint else None
     seconds = round(max(0.0, seen - began), 3)
     values = (last.run_id or None, last.rank, "retryable", reason, last.step, last.loss, checkpoint, seconds)
@@ -187,11 +190,15 @@ def _end_of_log(log: Path) -> tuple[str, float | None]:
         text = file.read().decode("utf-8", "replace")
     raised = RAISED.findall(text.rpartition("\n=== ")[2])
     if not raised:
-        reason = "It ended while loading; train.log has the reason, or it was killed because memory ran out."
+        reason = (
+            "The attempt ended while it loaded. To see the reason: ansible-playbook logs.yml. If the log "
+            "has none, the kernel may have killed it because memory ran out (to check, on that host: sudo "
+            "dmesg | grep -i oom)."
+        )
     elif raised[-1][0] in RENDEZVOUS_ERRORS:
-        reason = f"The ranks did not meet: {raised[-1][1]}"
+        reason = f"The ranks did not connect to the rendezvous store: {raised[-1][1]}"
     else:
-        reason = f"It ended while loading: {raised[-1][0]}: {raised[-1][1]}"
+        reason = f"The attempt ended while it loaded: {raised[-1][0]}: {raised[-1][1]}"
     return reason, ended_at
 
 

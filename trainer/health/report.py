@@ -1,6 +1,7 @@
 """Sentences on a run that makes no progress: which rank delays it, which rank is lost, and why.
 
-"rank 1 (laptop) has been in backward of step 812 for 94 s (98 % of a core); rank 0 (tower) waits in sync"
+"rank 1 (laptop) has been in backward of step 812 for 94 s (it computes slowly: its thread uses 98 % of a
+core); rank 0 (tower) waits in sync"
 """
 
 from __future__ import annotations
@@ -59,9 +60,12 @@ def describe_rank(each: RankEvidence) -> str:
     """
     peer, status, verdict = each.peer, each.status, each.verdict
     if verdict == Verdict.ABSENT:
-        return f"{peer} has not arrived"
+        return (
+            f"{peer} has not connected to the rendezvous store (`ansible-playbook status.yml` shows whether "
+            "it runs)"
+        )
     if verdict == Verdict.UNHEARD:
-        return f"{peer} was last seen in {_last_seen(each)}"
+        return f"{peer} has published no status since {status.position}, {each.age:.0f} s ago"
     if verdict == Verdict.IMPAIRED:
         return f"{_impairment(each)}: {DOCTOR}"
     if verdict.is_dead:
@@ -115,8 +119,9 @@ def _effort(status: RunStatusRecord) -> str:
     """CPU share, throttling and high temperature of a computing rank in brackets; "" if none is known."""
     notes = []
     if status.cpu is not None:
-        verdict = "slow: " if status.cpu >= BUSY else "idle: " if status.cpu < IDLE else ""
-        notes.append(f"{verdict}{100 * status.cpu:.0f} % of a core")
+        verdict = "it computes slowly: " if status.cpu >= BUSY else ""
+        verdict = "it does not compute: " if status.cpu < IDLE else verdict
+        notes.append(f"{verdict}its thread uses {100 * status.cpu:.0f} % of a core")
     if status.throttled:
         notes.append("throttled")
     if status.temperature is not None and status.temperature >= HOT:

@@ -63,7 +63,8 @@ def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> R
     why = f"The last attempt: {_reason(last)}"
     if fruitless > limit:
         stuck = f"{fruitless} attempts in a row did not get past step {last.get('step', 0)}."
-        return RestartDecision(False, f"{stuck} {why}", fruitless)
+        resume = f"`ansible-playbook train.yml -e run_id={run_dir.name}` starts the run again."
+        return RestartDecision(False, f"{stuck} When the cause is corrected, {resume} {why}", fruitless)
     return RestartDecision(True, why, fruitless, wait_after(fruitless))
 
 

@@ -70,8 +70,9 @@ class RankEnv:
         )
         if not 0 <= env.rank < env.world_size:
             raise ConfigError(
-                f"RANK is {env.rank}, and WORLD_SIZE is {env.world_size}, or 1 if it is not set: RANK must "
-                "be lower. Unset RANK, or start the trainer with torchrun, which sets both."
+                f"RANK is {env.rank} in the environment, but it must be from 0 to {env.world_size - 1}, "
+                f"because WORLD_SIZE is {env.world_size} (1 if not set). Unset RANK, or start the trainer "
+                "with torchrun, which sets both."
             )
         if env.world_size > 1 and not (env.master_addr and env.master_port):
             raise ConfigError("MASTER_ADDR and MASTER_PORT are missing: start several ranks by torchrun.")

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.formatting import counted
 from trainer.host.cores import at_most_quota
 
 CPU_FOLDER = "sys/devices/system/cpu"
@@ -102,12 +103,12 @@ class Topology:
         kinds = (
             f"{len(cores) - slow} performance and {slow} efficiency cores"
             if slow
-            else _count(len(cores), "core")
+            else counted(len(cores), "core")
         )
         sockets = len({cpu.socket for cpu in self.cpus})
         parts = [kinds, f"{sockets} sockets" if sockets > 1 else ""]
         parts.append(f"{len(self.nodes)} NUMA nodes" if len(self.nodes) > 1 else "")
-        parts.append(_count(len(self.cpus), "logical CPU"))
+        parts.append(counted(len(self.cpus), "logical CPU"))
         return ", ".join(part for part in parts if part)
 
 
@@ -203,7 +204,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}{'' if number == 1 else 's'}"

@@ -151,7 +151,10 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
     pair = find_pair(args.from_nanochat, args.model_tag, args.step, args.stage)
     done = adopt_checkpoint(pair, tokenizer, args.run_dir, args.restart)
-    print(f"import: {pair.model} is {done.path}" + (" already" if done.unchanged else ""))
+    if done.unchanged:
+        print(f"import: {done.path} has the content of {pair.model} already; unchanged")
+    else:
+        print(f"import: wrote {pair.model} to {done.path}")
     if done.note:
         print(f"import: {done.note}")
     print("import: the optimizer state is not imported: its moments start at zero")

@@ -43,4 +43,4 @@ def _check_tokenizer(tokenizer: Tokenizer, data_dir: Path) -> None:
     """Raise DataError if `data_dir` has another tokenizer, which runs may depend on."""
     path = data_dir / "tokenizer" / FILE_NAME
     if path.exists() and Tokenizer.load(path.parent) != tokenizer:
-        raise DataError(f"{path} is another tokenizer: give another --data-dir.")
+        raise DataError(f"{path} exists and differs from the tokenizer to import. Give another --data-dir.")

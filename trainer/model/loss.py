@@ -113,7 +113,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         total.addmm_(a, b)
 
 
-def _add_rows(total_VD: Tensor, rows_M: Tensor, values_MD: Tensor) -> None:
+def add_rows(total_VD: Tensor, rows_M: Tensor, values_MD: Tensor) -> None:
     """Add values_MD to the rows rows_M of total_VD; repeated rows in a fixed order, for reproducible bits."""
     if total_VD.is_cuda:
         total_VD.index_put_((rows_M,), values_MD, accumulate=True)  # sorts them there, as index_add_ does not
@@ -155,7 +155,7 @@ class _SummedLoss(torch.autograd.Function):
             divided = (x * shares).to(x.dtype)
             for columns, block in kept:
                 _add_product(grad_weight[columns], block.mT, divided, first=part.start == 0)
-            _add_rows(grad_weight, softmax.targets, (x * of_targets).to(grad_weight.dtype))
+            add_rows(grad_weight, softmax.targets, (x * of_targets).to(grad_weight.dtype))
         ctx.save_for_backward(grad_x, grad_weight)
         return total.to(wide)
 

@@ -101,16 +101,18 @@ def describe_extension(
     full_before, full_now = (n - round(warmdown_ratio * n) + 1 for n in (before, now))
     sentence = (
         f"The run is extended from {before:,} to {now:,} steps. "
-        f"Rates fall after step {full_now:,}, not after step {full_before:,}"
+        f"The learning rates fall after step {full_now:,} instead of step {full_before:,}."
     )
     if step:
         sentence += (
-            f": step {step + 1:,} trains at {rate(step, now):.2f} of the full rates, step {step:,} did at "
-            f"{rate(step - 1, before):.2f}"
+            f" Step {step + 1:,} has {rate(step, now):.2f} times the full learning rates; step {step:,} had "
+            f"{rate(step - 1, before):.2f} times."
         )
     if step > max(full_before, warmup_steps):
-        sentence += f", and the {step - full_before:,} steps done at falling rates stay as they are"
-    return f"{sentence}."
+        sentence += (
+            f" The {step - full_before:,} steps that were already trained at lower rates are not repeated."
+        )
+    return sentence
 
 
 def muon_momentum(step: int, num_iterations: int, warmdown_ratio: float = 0.65) -> float:

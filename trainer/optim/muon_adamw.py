@@ -76,7 +76,8 @@ def polar_express(X: Tensor) -> Tensor:
 def _polar_express_of_gram(A: Tensor) -> Tensor:
     """The matrix that has the effect of all five iterations when X is multiplied by it.
 
-    A: the Gram matrix of X. Each iteration multiplies X by a polynomial in A, and polynomials in A commute.
+    A: the Gram matrix of X. Each iteration replaces X by its product with a polynomial in A, and these
+    polynomials commute.
     """
     P = A
     for step, (a, b, c) in enumerate(POLAR_EXPRESS):

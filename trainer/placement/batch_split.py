@@ -90,7 +90,7 @@ def first_split(seconds_per_row: Sequence[float], rows: int, names: Sequence[str
         return SplitChange(equal, f"{describe_split(equal, names)}: their speeds are alike")
     speeds = ", ".join(f"{seconds:.3g}" for seconds in seconds_per_row)
     reason = (
-        f"{describe_split(split, names)}: a step takes {part:.0%} of that with equal rows "
+        f"{describe_split(split, names)}: a step takes {part:.0%} of the time that it takes with equal rows "
         f"(seconds per row: {speeds})"
     )
     return SplitChange(split, reason)

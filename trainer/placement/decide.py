@@ -232,7 +232,8 @@ def decide(
         others = ", ".join(other for other in modes if other != mode)
         lines.append(f"sync is {mode}, the fastest by prediction (not {others})")
     elif mode in modes and mode != best:
-        lines.append(f"sync=auto would take {best}: {cost_model.step(best, rows, shares):.3g} s a step")
+        seconds = cost_model.step(best, rows, shares)
+        lines.append(f"sync=auto would select {best}, with a predicted {seconds:.3g} s a step")
     alone_seconds, rank = cost_model.single_host(rows)
     lines.append(
         render_predictions(cost_model, rows, length, {names[rank]: gpu for rank, gpu in gpus.items()})

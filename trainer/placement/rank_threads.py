@@ -147,9 +147,9 @@ def _choose(numerics: Numerics, topology: Topology, config: RunConfig, log: RunL
     choice = choose_threads(topology, make_work(), candidates)
     best = choice.best.candidate
     log.info(
-        f"{counted(len(best.cpus), 'thread')} on CPUs {cpu_list(best.cpus)} ({best.name}): the fastest of "
-        f"{len(candidates)} sets of CPUs for a layer and its Muon update, or smaller and up to 2 % slower.\n"
-        + "\n".join(choice.table()),
+        f"{counted(len(best.cpus), 'thread')} on CPUs {cpu_list(best.cpus)} ({best.name}): of "
+        f"{len(candidates)} measured sets of CPUs, the smallest that is at most 2 % slower than the fastest "
+        "(measured: a layer and its Muon update).\n" + "\n".join(choice.table()),
         extra=fields("threads", **choice.saved()),
     )
     if proposal := propose_ranks(topology, choice.best, make_work):
@@ -186,7 +186,7 @@ def propose_ranks(
         return ""
     return (
         f"One rank on each of the {ranks} NUMA nodes computes {speed:.2f} times as fast as one rank. To have "
-        f"them, set nproc_per_node: {ranks} beside this host in the inventory (torchrun: "
+        f"them, set nproc_per_node: {ranks} for this host in the inventory (torchrun: "
         f"--nproc-per-node {ranks})."
     )
 

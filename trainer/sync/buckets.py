@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.process_group import Collectives
+from trainer.model.loss import add_rows
 from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.mode import SyncMode
 
@@ -55,16 +56,21 @@ def add_rows_deterministically(table: Tensor) -> None:
     """Make backward add the gradient rows of a repeated token to `table.grad` in a fixed order.
 
     Autograd adds a sparse gradient with `index_add_`, whose order is fixed on a CPU but not on CUDA. The hook
-    adds the rows with `index_put_`, which sorts them first, and leaves autograd an empty gradient.
+    adds the rows with `add_rows`, and leaves autograd an empty gradient.
     """
 
     def add(gradient: Tensor) -> Tensor:
         assert table.grad is not None
-        indices, values = gradient._indices(), gradient._values()
-        table.grad.index_put_((indices[0],), values, accumulate=True)
-        return torch.sparse_coo_tensor(indices[:, :0], values[:0], gradient.shape, check_invariants=False)
+        add_rows(table.grad, gradient._indices()[0], gradient._values())
+        return without_rows(gradient)
 
     table.register_hook(add)
+
+
+def without_rows(gradient: Tensor) -> Tensor:
+    """A sparse gradient of the same shape as `gradient`, without any row."""
+    indices, values = gradient._indices()[:, :0], gradient._values()[:0]
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, check_invariants=False)
 
 
 def assign_owners(costs: Sequence[float], world_size: int, speeds: Sequence[float] = ()) -> list[int]:

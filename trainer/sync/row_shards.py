@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trainer.distributed.process_group import Collectives, Pending
+from trainer.model.loss import add_rows
 from trainer.optim.muon_adamw import MuonAdamW
+from trainer.sync.buckets import without_rows
 
 BLOCK_ROWS = 64  # the number of rows of a table is a multiple of it (trainer.model.gpt)
 REFRESHED_ROWS = 8192  # rows of a table that are broadcast at a time
@@ -44,14 +46,15 @@ class RowShards:
     ) -> None:
         self._group, self._tables, self._optimizer = group, list(tables), optimizer
         self._transfer_dtype = transfer_dtype or tables[0].dtype
-        owners = owners_of_blocks(group.places, group.n_places, len(tables[0]) // BLOCK_ROWS)
+        owners = owners_of_blocks(group.launch_ranks, group.n_launch_ranks, len(tables[0]) // BLOCK_ROWS)
         self._blocks_of: list[list[int]] = [[] for _ in range(group.world_size)]  # by rank
-        places = []  # of each block, among those of its owner
+        positions = []  # of each block, among those of its owner
         for block, owner in enumerate(owners):
-            places.append(len(self._blocks_of[owner]))
+            positions.append(len(self._blocks_of[owner]))
             self._blocks_of[owner].append(block)
         # On the CPU, also where the tables are on the device meta, to count bytes.
-        self._owner, self._place = torch.tensor(owners, device="cpu"), torch.tensor(places, device="cpu")
+        self._owner = torch.tensor(owners, device="cpu")
+        self._position_of_block = torch.tensor(positions, device="cpu")
         self._columns: list[slice] = []  # of each table, in rows that hold the values of all tables
         self._width = 0
         for number, table in enumerate(self._tables):
@@ -110,16 +113,11 @@ class RowShards:
     def _add(self, number: int, gradient: Tensor) -> Tensor:
         """Hook on the sparse gradient of a table: add its rows to self._gradients; returns an empty gradient.
 
-        number: the index of the table. The gradients of a repeated token are added in a fixed order: on a CPU
-        `index_add_` adds one after another, on a GPU `index_put_` sorts them first.
+        number: the index of the table.
         """
-        indices, values = gradient._indices(), gradient._values()
-        rows, total = self._position[indices[0]], self._gradients[:, self._columns[number]]
-        if total.is_cuda:
-            total.index_put_((rows,), values, accumulate=True)
-        else:
-            total.index_add_(0, rows, values)
-        return torch.sparse_coo_tensor(indices[:, :0], values[:0], gradient.shape, check_invariants=False)
+        rows = self._position[gradient._indices()[0]]
+        add_rows(self._gradients[:, self._columns[number]], rows, gradient._values())
+        return without_rows(gradient)
 
     def start_reduce(self) -> None:
         """Start to send the gradients of the active rows to their owner ranks."""
@@ -143,7 +141,7 @@ class RowShards:
         del parts, self._received, self._gradients
         total.div_(tokens)
         block, row = active // BLOCK_ROWS, active % BLOCK_ROWS
-        numbers = self._place.to(block.device)[block] * BLOCK_ROWS + row  # among the own rows
+        numbers = self._position_of_block.to(block.device)[block] * BLOCK_ROWS + row  # among the own rows
         for table, columns in zip(self._tables, self._columns, strict=True):
             self._optimizer.step_rows(table, total[:, columns], numbers)
 
@@ -182,14 +180,15 @@ class RowShards:
         return received.view(-1, self._width), pending
 
 
-def owners_of_blocks(places: Sequence[int], n_places: int, n_blocks: int) -> list[int]:
+def owners_of_blocks(launch_ranks: Sequence[int], n_launch_ranks: int, n_blocks: int) -> list[int]:
     """The owner rank of each of `n_blocks` blocks of rows.
 
-    places: by rank, a number below `n_places` that the rank keeps when other ranks are lost or join. Block b
-    belongs to the rank with the place b % n_places. Blocks whose place has no rank are assigned to all ranks
-    in turn, so each remaining rank keeps its blocks when another one is lost.
+    launch_ranks: by rank, a number below `n_launch_ranks` that the rank keeps when other ranks are lost or
+    join. Block b belongs to the rank with the launch rank b % n_launch_ranks. Blocks whose launch rank is
+    absent are assigned to all ranks in turn, so each remaining rank keeps its blocks when another one is
+    lost.
     """
-    rank_of = {place: rank for rank, place in enumerate(places)}
-    in_turn = itertools.cycle(range(len(places)))
-    found = (rank_of.get(block % n_places) for block in range(n_blocks))
+    rank_of = {number: rank for rank, number in enumerate(launch_ranks)}
+    in_turn = itertools.cycle(range(len(launch_ranks)))
+    found = (rank_of.get(block % n_launch_ranks) for block in range(n_blocks))
     return [next(in_turn) if rank is None else rank for rank in found]

@@ -53,7 +53,10 @@ def send(checkpoint: Path, out: Path, parts: Mapping[str, Any], uri: str) -> str
     """
     run_dir = checkpoint.absolute().parent.parent
     if not is_server(uri):
-        return f"{shown_uri(uri)!r} is no address of a tracker: it looks like http://HOST:5000."
+        return (
+            f"{shown_uri(uri)!r} is not the address of a tracker, so the results were not sent. Set "
+            "MLFLOW_TRACKING_URI to an address such as http://HOST:5000."
+        )
     try:
         facts = Facts.load(run_dir)
     except (OSError, ValueError):

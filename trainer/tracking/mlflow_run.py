@@ -206,12 +206,12 @@ def is_server(uri: str) -> bool:
 
 
 def describe_failure(error: BaseException) -> str:
-    """The text to log for a failed request: "does not answer (REASON)" or "is no MLflow server (REASON)"."""
+    """The text to log for a failed request: "does not answer (REASON)" or "is not an MLflow server (...)"."""
     answer = re.search(r"failed with error code (\d+) != 200|not in a valid JSON format", str(error))
     if not answer:
         return f"does not answer ({reason(error)})"
     what = f"error {answer[1]}" if answer[1] else "something other than JSON"
-    return f"is no MLflow server (it answers {what} where one is asked for its experiments)"
+    return f"is not an MLflow server (a request for its experiments returns {what})"
 
 
 def reason(error: BaseException) -> str:

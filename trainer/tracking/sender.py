@@ -343,7 +343,10 @@ def run(args: argparse.Namespace) -> int:
     if not uri:
         raise ConfigError("No tracker address was given: add --tracker-uri http://HOST:5000.")
     if not is_server(uri):
-        raise ConfigError(f"{shown_uri(uri)!r} is no address of a server: it looks like http://HOST:5000.")
+        raise ConfigError(
+            f"{shown_uri(uri)!r} is not the address of a tracker. Give an address of this form: "
+            "--tracker-uri http://HOST:5000"
+        )
     sent = 0
 
     def report(message: dict[str, Any]) -> None:

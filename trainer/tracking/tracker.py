@@ -241,4 +241,7 @@ class SenderProcess:
         if "log" in message:
             self._log(message["log"])
         if not message.keys() & {"unavailable", "sent", "log"}:
-            self._log(f"The process that sends to the tracker wrote no valid message: {line.strip()[:200]}")
+            self._log(
+                f"warning: the process that sends to the tracker printed: {line.strip()[:200]}. No figure is "
+                "lost: all are in metrics.jsonl."
+            )
