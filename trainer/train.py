@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from trainer.checkpoint.copies import CheckpointCopies
 from trainer.checkpoint.exchange import gather_optimizer
@@ -125,6 +125,7 @@ class Trainer:
         setup = self.setup
         self.plan, self.data, self.group = setup.plan, setup.data, setup.group
         self.model, self.optimizer, self.sync = setup.model, setup.optimizer, setup.sync
+        self.sync.optimizing = partial(self.run_status.during, "optimizer")
         self.step_sync = StepSync(self.group, self.plan.rows_per_step)
         self.parameter_check = ParameterCheck(self.group, self.model, self.run_dir)
         self.reporter.begin(setup.plan, setup.train_state, setup.step_cost())
@@ -173,11 +174,11 @@ class Trainer:
         self.run_status.enter("data")
         batch = self._batch(step)
 
-        # Forward and backward.
+        # Forward and backward. exact and fast already step the last layers during backward.
+        lr_multiplier, lr = self._set_rates(step)
         self.sync.begin_step(batch.active, batch.active_by_rank)
-        computing = time.monotonic()
-        loss_sum = self.forward_backward(batch.idx, batch.targets)
-        compute_seconds = time.monotonic() - computing
+        loss_sum = self.forward_backward(batch)
+        compute_seconds = self.run_status.seconds_in("forward", "backward")
 
         # Gradient sync: start the sums, each on its owner rank, some only in self.sync.step(); none in local.
         self.run_status.enter("sync")
@@ -186,7 +187,6 @@ class Trainer:
 
         # Optimizer step: the parameters that this rank owns, and those that all ranks step.
         self.run_status.enter("optimizer")
-        lr_multiplier, lr = self._set_rates(step)
         self.sync.step()  # its waits are in the phase sync
 
         # Parameter broadcast: every rank has the same bytes again, except in the mode local.
@@ -233,21 +233,17 @@ class Trainer:
         checksums = self.group.gather_int64(torch.tensor([self._next_batch.checksum]))
         compare_batches(self.group, checksums.flatten().tolist(), step + 1)
 
-    def forward_backward(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
-        """Accumulate the gradients of this rank's rows; returns the sum of their losses in nats.
-
-        idx_BT: token ids of the inputs, (rows, T). targets_BT: token ids to predict, (rows, T); -1 where a
-        token has no loss.
-        """
+    def forward_backward(self, batch: RankBatch) -> float:
+        """Accumulate the gradients of this rank's rows, `batch`; returns the sum of their losses in nats."""
         # Read once at the end, so that a GPU does not wait for the host after each micro-batch.
-        total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
+        total = torch.zeros((), dtype=torch.float64, device=batch.idx.device)
         size = self.setup.micro_batches[self.group.rank]
-        batches = list(zip(idx_BT.split(size), targets_BT.split(size), strict=True))
+        batches = list(zip(batch.idx.split(size), batch.targets.split(size), strict=True))
         for number, (idx, targets) in enumerate(batches, start=1):
             self.run_status.enter("forward")
             loss = self.model(idx, targets, loss_reduction="sum")
             self.run_status.enter("backward")
-            with self.sync.last_backward() if number == len(batches) else nullcontext():
+            with self.sync.last_backward(batch.n_targets) if number == len(batches) else nullcontext():
                 loss.backward()
             total += loss.detach()
         return total.item()

@@ -49,7 +49,7 @@ def predicted_bytes(
         sync = make_sync(mode, group, model, NoOpOptimizer(model), outer)
         for _ in range(steps):
             sync.begin_step(active, by_rank or [active] * world_size)
-            with sync.last_backward():
+            with sync.last_backward(world_size):
                 pass
             sync.reduce_gradients(world_size)
             sync.step()

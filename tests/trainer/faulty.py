@@ -77,7 +77,7 @@ def plant(fault: str, step: int, seconds: float) -> None:
         loss = sound(self, *arguments)
         if fault == "slow":
             is_slow = self.reporter.train_state.step + 1 >= step and not os.path.exists(hurry)
-            time.sleep(seconds * len(arguments[0]) if is_slow else 0)
+            time.sleep(seconds * len(arguments[0].idx) if is_slow else 0)
             return loss
         if self.reporter.train_state.step + 1 != step:
             return loss

@@ -86,9 +86,10 @@ class Rank:
         """A step up to where ranks may meet."""
         self.sync.begin_step(torch.cat([idx[:, :-1].flatten() for idx in batches]).unique())
         idx = batches[self.rank]
-        with self.sync.last_backward():
+        tokens = sum(batch[:, 1:].numel() for batch in batches)
+        with self.sync.last_backward(tokens):
             self.model(idx[:, :-1], idx[:, 1:], loss_reduction="sum").backward()
-        self.sync.reduce_gradients(sum(batch[:, 1:].numel() for batch in batches), idx[:, 1:].numel())
+        self.sync.reduce_gradients(tokens, idx[:, 1:].numel())
         self.sync.step()
 
     def own(self) -> list[Tensor]:

@@ -72,5 +72,6 @@ def test_the_loss_is_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = sum(model(row[None, :-1], row[None, 1:], loss_reduction="sum").item() for row in idx)
     reads, item = [], Tensor.item
     monkeypatch.setattr(Tensor, "item", lambda tensor: reads.append(1) or item(tensor))
-    assert Trainer.forward_backward(run, idx[:, :-1], idx[:, 1:]) == expected  # type: ignore[arg-type]
+    batch = SimpleNamespace(idx=idx[:, :-1], targets=idx[:, 1:], n_targets=idx[:, 1:].numel())
+    assert Trainer.forward_backward(run, batch) == expected  # type: ignore[arg-type]
     assert len(reads) == 1

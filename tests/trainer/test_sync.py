@@ -144,7 +144,7 @@ def test_one_rank_steps_as_the_optimizer_alone_does(mode: str) -> None:
             parameter.grad /= 64
         optimizer.step()
         sync.begin_step(idx.unique())
-        with sync.last_backward():
+        with sync.last_backward(64):
             synced(idx[:, :-1], idx[:, 1:], loss_reduction="sum").backward()
         sync.reduce_gradients(64)
         sync.step()

@@ -30,6 +30,7 @@ from trainer.health.run_status import RunStatus
 from trainer.host.gemm_library import DEFAULT, use_library
 from trainer.host.numerics import Options
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
+from trainer.rank_batch import RankBatch
 from trainer.sync.mode import SyncMode
 
 
@@ -66,7 +67,7 @@ class PlainDDP(SyncMode):
         self.module.zero_grad()
 
     @contextmanager
-    def last_backward(self) -> Iterator[None]:
+    def last_backward(self, tokens: int) -> Iterator[None]:
         """Context of the last backward of a step, in which DDP reduces the gradients.
 
         At its end, the bytes that this rank sends in a step are added to `bytes_sent` of the group. Raises
@@ -142,23 +143,23 @@ class DDPTrainer(BenchTrainer):
     def sync_name(self) -> str:
         return DDP
 
-    def forward_backward(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
-        """Accumulate the gradients of this rank's rows; returns the sum of the losses of these rows in nats.
+    def forward_backward(self, batch: RankBatch) -> float:
+        """Accumulate the gradients of this rank's rows, `batch`; returns the sum of their losses in nats.
 
-        idx_BT, targets_BT: as for Trainer.forward_backward. DDP reduces the gradients in the last
-        micro-batch. In the micro-batches before it, gradients are only accumulated (`no_sync`).
+        DDP reduces the gradients in the last micro-batch. In the micro-batches before it, gradients are only
+        accumulated (`no_sync`).
         """
-        total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
+        total = torch.zeros((), dtype=torch.float64, device=batch.idx.device)
         size = self.setup.micro_batches[self.env.rank]
-        scale = self.sync.loss_scale(self.plan.total_batch_size)
-        batches = list(zip(idx_BT.split(size), targets_BT.split(size), strict=True))
+        scale = self.sync.loss_scale(batch.n_targets)
+        batches = list(zip(batch.idx.split(size), batch.targets.split(size), strict=True))
         for number, (idx, targets) in enumerate(batches, start=1):
             is_last = number == len(batches)
             with nullcontext() if is_last else self.sync.module.no_sync():
                 self.run_status.enter("forward")
                 loss = self.sync.module(idx, targets, loss_reduction="sum")
                 self.run_status.enter("backward")
-                with self.sync.last_backward() if is_last else nullcontext():
+                with self.sync.last_backward(batch.n_targets) if is_last else nullcontext():
                     (scale * loss).backward()
             total += loss.detach()
         return total.item()

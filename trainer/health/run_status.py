@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,20 +123,29 @@ class RunStatus:
         if phase != self.phase:
             self._record.phase, self._record.entered = phase, time.time()
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Context around a wait for other ranks: within a step, its seconds count for the phase sync.
+    def waiting(self) -> AbstractContextManager[None]:
+        """Context around a wait for other ranks: within a step, its seconds count for the phase sync."""
+        return self.during("sync")
 
-        It does not write the heartbeat file, because a step has many such waits. The thread of `start` writes
-        the file.
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Context whose seconds count for `phase` within a step, and for the current phase outside of steps.
+
+        It does not write the heartbeat file, because a step has many such contexts. The thread of `start`
+        writes the file.
         """
         before = self.phase
-        if before == "sync" or before not in STEP_PHASES:
+        if before == phase or before not in STEP_PHASES:
             yield
             return
-        self._switch("sync")
+        self._switch(phase)
         yield
-        self._switch(before)  # not after an error, which happened in sync
+        self._switch(before)  # not after an error, which happened in `phase`
+
+    def seconds_in(self, *phases: str) -> float:
+        """The seconds in these phases together since the last call of `lap`, the current one included."""
+        current = self._clock() - self._entered if self.phase in phases else 0.0
+        return current + sum(self._seconds.get(phase, 0.0) for phase in phases)
 
     def lap(self) -> dict[str, float]:
         """The seconds in each phase, also the current one, since the last call of `lap`: {phase: seconds}."""

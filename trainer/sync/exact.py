@@ -3,9 +3,10 @@
 Each Muon matrix, each row of lm_head and each row of an embedding has one owner rank, which alone holds its
 optimizer state (trainer.sync.row_shards). Only small parameters are stepped by all ranks. Gradients are
 reduced to the owner ranks as soon as the last backward has finished them: those of lm_head first, then those
-of the last layer, and so on to the first. When its sums have arrived, an owner rank steps its rows of
-lm_head, then its matrices of each layer, and broadcasts the weights of a layer while it steps the next one.
-Of an embedding, only active rows are sent.
+of the last layer, and so on to the first. In the same order, and LAYERS_BEHIND layers behind, an owner rank
+steps its rows of lm_head and its matrices of each layer and starts to broadcast the new weights, while
+backward continues with earlier layers. So the network is in use during the whole backward. On a GPU the
+optimizer step begins after backward. Of an embedding, only active rows are sent.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from trainer.distributed.process_group import Collectives, Pending
 from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.buckets import OwnerMode, flatten_gradients, flatten_weights
 from trainer.sync.row_shards import BLOCK_ROWS, RowShards
+
+LAYERS_BEHIND = 2  # optimizer steps behind the gradients that are sent: the sums have arrived by then
 
 
 @dataclass
@@ -77,6 +80,10 @@ class Exact(OwnerMode):
         for p in self._bucket_of:
             p.register_post_accumulate_grad_hook(self._hook())
         self._next = len(self._buckets)  # the first bucket that is not sent; none may be sent yet
+        self._n_stepped = 0  # buckets that are stepped, or whose owner rank steps them
+        behind = LAYERS_BEHIND * group.world_size if large.device.type != "cuda" else len(self._buckets)
+        self._behind = behind  # buckets that are sent before a bucket is stepped
+        self._broadcasts: list[Pending] = []
 
     def _make_layers(self, model: nn.Module) -> list[Bucket]:
         """One bucket for each layer and owner rank, in the order in which backward finishes them."""
@@ -126,10 +133,11 @@ class Exact(OwnerMode):
             bucket.gradients.zero_()
 
     @contextmanager
-    def last_backward(self) -> Iterator[None]:
+    def last_backward(self, tokens: int) -> Iterator[None]:
         for bucket in self._buckets:
             bucket.unfinished = len(bucket.parameters)
-        self._next = 0
+        self._tokens, self._broadcasts = tokens, []
+        self._next = self._n_stepped = 0
         yield
         while self._next < len(self._buckets):  # buckets with a parameter that got no gradient
             self._send_next()
@@ -162,6 +170,15 @@ class Exact(OwnerMode):
         bucket.pending = (
             self._send_head() if bucket.owner is None else [self._send_layer(bucket, bucket.owner)]
         )
+        if self._next - self._n_stepped > self._behind:
+            with self.optimizing():
+                self._step_next()
+
+    def _step_next(self) -> None:
+        """Step the next bucket, in the order of sending, and start the broadcast of its weights."""
+        bucket = self._buckets[self._n_stepped]
+        self._n_stepped += 1
+        self._broadcasts += self._step_head() if bucket.owner is None else [self._step_layer(bucket)]
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         """Start to reduce the gradients of small parameters and active rows. `step` waits for all sums."""
@@ -170,8 +187,8 @@ class Exact(OwnerMode):
         self._rows.start_reduce()
 
     def step(self) -> None:
-        self._broadcasts = self._step_head()
-        self._broadcasts += [self._step_layer(bucket) for bucket in self._layers]
+        while self._n_stepped < len(self._buckets):
+            self._step_next()
         self._rows.step(self._tokens)
         self._is_fresh = False
         self._finish_head()

@@ -2,7 +2,7 @@
 
 sync = make_sync("dense", group, model, optimizer)
 sync.begin_step(active, by_rank); loss.backward()
-with sync.last_backward(): loss.backward()
+with sync.last_backward(tokens): loss.backward()
 sync.reduce_gradients(tokens, mine)    # starts the sums over ranks
 sync.step()                            # the optimizer step of this rank
 sync.broadcast()                       # its results to all ranks
@@ -11,7 +11,7 @@ with sync.shared_parameters(): evaluate(model)    # equal on all ranks, in every
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -25,7 +25,10 @@ class SyncMode(Protocol):
 
     `last_backward` and the methods from `is_idle` on have defaults for a mode that sends all gradients after
     the last backward, and whose ranks hold equal bytes after each step.
+    optimizing: context around optimizer steps that are taken during backward.
     """
+
+    optimizing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def begin_step(self, active: Tensor, by_rank: Sequence[Tensor] = ()) -> None:
         """Set all gradients to 0 for a new step; exact and fast also fetch active embedding rows.
@@ -34,8 +37,12 @@ class SyncMode(Protocol):
         by_rank: the same for the inputs of each rank, on the CPU; it may be left out with one rank.
         """
 
-    def last_backward(self) -> AbstractContextManager[None]:
-        """Context of the last backward of a step, in which a mode may send gradients once they are final."""
+    def last_backward(self, tokens: int) -> AbstractContextManager[None]:
+        """Context of the last backward of a step.
+
+        In it, a mode may send gradients once they are final, and step parameters that this backward no longer
+        reads. tokens: as for `reduce_gradients`.
+        """
         return nullcontext()
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
