@@ -217,7 +217,7 @@ def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[s
     return (
         f"The ranks differ, so nothing was trained: {name_differences(differences, records)}. "
         "If code, packages or data differ: ansible-playbook setup.yml, then start the run again. If a "
-        "setting differs (config.NAME, shares, hosts): ansible-playbook train.yml, which writes the same "
-        "run file to all hosts; by hand, give all ranks the same setting.",
+        "setting differs (config.NAME, shares, hosts): ansible-playbook train.yml, which writes the "
+        "same ones to all hosts; by hand, give all ranks the same setting.",
         render_table(table),
     )
