@@ -46,6 +46,7 @@ from benchmarks.cases import (
     IDLE,
     IDLE_BASELINES,
     LENGTH,
+    LINK_MBIT,
     QUICK,
     VOCAB_SIZE,
     Group,
@@ -64,7 +65,6 @@ from trainer.bench.text import percent
 from trainer.code_digest import code_digest
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK_MBIT = {"1gbit": 1000.0, "100mbit": 100.0}
 STEADY = 0.10  # accepted difference between the GEMM rates of a case and of its baseline
 NEIGHBOUR = "nanofleet-neighbour.service"
 REPEATS = 2  # the most repetitions of a case with a larger difference
@@ -387,7 +387,7 @@ def conclude(job: Job) -> int:
     print(text)
     if job.args.record and not job.missing:
         try:
-            record.write(record.RECORD, record.record(host, rows, LINK_MBIT, machine()))
+            record.write(record.RECORD, record.record(host, rows, machine()))
         except KeyError as error:
             job.missing.append(str(error).strip("'"))
         else:

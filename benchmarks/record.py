@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import GROUPS, LINK_MBIT, Group
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORDED = ROOT / "docs" / "recorded"
 RECORD = RECORDED / "bench.json"
@@ -23,6 +25,7 @@ SHOWN = (
     ("1gbit", "exact-16384-float32"),
     ("1gbit", "fast-16384-bfloat16"),
     ("100mbit", "local-8192-float32"),
+    ("uneven", "exact-16384-float32-auto"),
 )
 """(Group, case) of the recorded cases of two hosts, in the order of the documentation's table."""
 
@@ -30,20 +33,19 @@ SHOWN = (
 def record(
     host: Mapping[str, Any],
     rows: Mapping[str, Mapping[str, Any]],
-    link_mbit: Mapping[str, float],
     machine: str,
 ) -> dict[str, Any]:
     """The content of bench.json from the results of a complete `make bench`.
 
     host: {case: result of one process}. rows: {"GROUP/CASE": row of `trainer.bench.report.compare`}.
-    link_mbit: {group: rate of its link in Mbit/s}. machine: text about the hardware. Raises KeyError, with
-    the name of the case, if a case was not measured.
+    machine: text about the hardware. Raises KeyError, with the name of the case, if a case was not measured.
     """
+    groups = {group.name: group for group in GROUPS}
     return {
         **origin("make bench"),
         "machine": machine,
         "one_process": [_one_process(host[name]) for name in ("host-float32", "host-bfloat16")],
-        "two_hosts": [_two_hosts(rows[f"{group}/{case}"], link_mbit[group]) for group, case in SHOWN],
+        "two_hosts": [_two_hosts(rows[f"{group}/{case}"], groups[group]) for group, case in SHOWN],
     }
 
 
@@ -54,11 +56,12 @@ def _one_process(result: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": result["tokens"],
         "step_seconds": round(result["step_seconds"], 2),
         "tok_per_s": round(result["tok_per_s"]),
+        "share_of_limit": round(result["share_of_limit"], 3),
         "peak_gb": round(rank["peak_rss"] / 1e9, 1),
     }
 
 
-def _two_hosts(row: Mapping[str, Any], link_mbit: float) -> dict[str, Any]:
+def _two_hosts(row: Mapping[str, Any], group: Group) -> dict[str, Any]:
     baseline_tokens = row["tokens"] // (row["ranks"] if row["sync"] == "local" else 1)
     payload = row["payload"] / 1e6
     return {
@@ -70,8 +73,10 @@ def _two_hosts(row: Mapping[str, Any], link_mbit: float) -> dict[str, Any]:
         "baseline_seconds": round(baseline_tokens * row["ratio"] / row["tok_per_s"], 2),
         "baseline_tokens": baseline_tokens,
         "factor": round(row["ratio"], 2),
+        "over_ddp": round(row["over_ddp"], 2) if row.get("over_ddp") else None,
         "payload_mb": round(payload) if payload >= 10 else round(payload, 1),
-        "link_mbit": round(link_mbit),
+        "link_mbit": LINK_MBIT[group.link],
+        "slow_second": group.slow_second,
     }
 
 
