@@ -72,6 +72,7 @@ class RunSetup:
     from_checkpoint: on rank 0, the checkpoint that a run of stage sft begins with.
     Set by `run`, for the training loop:
     plan: plan of the run, with the batch split at the first step. data: rows and tokenizer.
+    chooses_library: whether the faster library computes float32 GEMMs, else torch's default.
     core: tasks of CORE, if they are evaluated; else None. options: the devices that this rank can use.
     group: the collectives of the connected ranks.
     numerics: device, number formats and threads of this rank.
@@ -95,6 +96,7 @@ class RunSetup:
     data: Dataset
     core: Bundle | None = None
     options: Options | None = None
+    chooses_library = True
     group: Collectives
     numerics: Numerics
     model: GPT
@@ -141,7 +143,8 @@ class RunSetup:
     def _explore(self) -> Options:
         """Find the devices that this rank can use. If it has no GPU, bind its threads to processors."""
         config, env = self.config, self.env
-        options = explore(config.device, config.dtype, config.threads, env.local_rank, env.local_world_size)
+        ranks = env.local_rank, env.local_world_size
+        options = explore(config.device, config.dtype, config.threads, *ranks, self.chooses_library)
         if options.cuda is None:
             options = dataclasses.replace(options, cpu=self._bind_threads(options.cpu))
         return options

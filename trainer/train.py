@@ -46,6 +46,7 @@ from trainer.setup import RunSetup
 from trainer.stages import SFT
 from trainer.tracking.reporter import Reporter
 
+COMPUTING = ("forward", "backward")  # phases whose seconds a rank reports as its own
 # The time-out of a collective, once steps are measured. The watchdog reports and ends lost ranks long before;
 # this ends the wait for ranks that run and do not join the collective.
 TIMEOUT_STEPS = 20
@@ -177,8 +178,9 @@ class Trainer:
         # Forward and backward. exact and fast already step the last layers during backward.
         lr_multiplier, lr = self._set_rates(step)
         self.sync.begin_step(batch.active, batch.active_by_rank)
+        before = self.run_status.seconds_in(*COMPUTING)  # of a step that a loss has ended, in an elastic run
         loss_sum = self.forward_backward(batch)
-        compute_seconds = self.run_status.seconds_in("forward", "backward")
+        compute_seconds = self.run_status.seconds_in(*COMPUTING) - before
 
         # Gradient sync: start the sums, each on its owner rank, some only in self.sync.step(); none in local.
         self.run_status.enter("sync")

@@ -8,7 +8,7 @@ import torch
 
 from trainer.host import gemm_library
 from trainer.host.gemm_library import DEFAULT, ONEDNN, choose_library
-from trainer.host.numerics import Numerics, restore_numerics
+from trainer.host.numerics import Numerics, explore, restore_numerics
 
 PRECISION = {DEFAULT: "none", ONEDNN: "bf16"}
 NUMERICS = Numerics(torch.device("cpu"), torch.float32, torch.float32, "as asked", 1, True, "a CPU")
@@ -94,3 +94,14 @@ def test_matrices_that_were_converted_to_bfloat16_are_noticed(monkeypatch: pytes
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", converting)
     assert not gemm_library._is_exact()
+
+
+@pytest.mark.parametrize(("chooses", "library"), [(True, ONEDNN), (False, DEFAULT)])
+def test_a_rank_chooses_the_library_unless_it_measures_plain_ddp(
+    monkeypatch: pytest.MonkeyPatch, chooses: bool, library: str
+) -> None:
+    host_with(monkeypatch, 2.2)
+    threads = torch.get_num_threads()
+    cpu = explore("cpu", "float32", threads, 0, 1, chooses).cpu
+    assert (cpu.library, cpu.facts()["GEMM library"], precision()) == (library, library, PRECISION[library])
+    assert ("float32 GEMMs by oneDNN" in cpu.describe()) == chooses

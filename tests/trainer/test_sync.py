@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,7 @@ from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
 from trainer.outcome import Final, Retryable
 from trainer.sync.buckets import assign_owners
+from trainer.sync.exact import LAYERS_BEHIND
 from trainer.sync.modes import make_sync
 
 
@@ -151,6 +153,34 @@ def test_one_rank_steps_as_the_optimizer_alone_does(mode: str) -> None:
         sync.broadcast()
     for (name, one), two in zip(plain.named_parameters(), synced.parameters(), strict=True):
         assert torch.equal(one, two), name
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_layers_are_stepped_while_backward_continues(mode: str) -> None:
+    """All but the last ones of backward: the sums of these have not arrived yet."""
+    model = GPT(GPTConfig.from_depth(6, 300, sequence_len=32))
+    model.init_weights()
+    sync = make_sync(mode, Collectives(RankEnv(), []), model, build_optimizer(model, **RATES))
+    steps: list[int] = []
+
+    def optimizing() -> AbstractContextManager[None]:
+        steps.append(1)
+        return nullcontext()
+
+    sync.optimizing = optimizing
+    idx = torch.randint(300, (2, 33))
+    sync.begin_step(idx.unique())
+    first, last = (model.transformer.h[i].mlp.c_fc.weight for i in (0, 5))
+    before = first.detach().clone(), last.detach().clone()
+    with sync.last_backward(64):
+        model(idx[:, :-1], idx[:, 1:], loss_reduction="sum").backward()
+    assert len(steps) == 1 + 6 - LAYERS_BEHIND
+    assert torch.equal(first, before[0])
+    sync.reduce_gradients(64)
+    sync.step()
+    sync.broadcast()
+    assert not torch.equal(first, before[0])
+    assert not torch.equal(last, before[1])
 
 
 def test_work_is_shared_out_by_cost() -> None:

@@ -234,6 +234,21 @@ def test_a_stage_begins_with_its_step_and_the_file_beats_on(tmp_path: Path) -> N
     assert after["phase"] == "forward"
 
 
+def test_optimizer_steps_and_waits_during_backward_are_not_time_of_backward(tmp_path: Path) -> None:
+    clock = Clock()
+    run_status = RunStatus(tmp_path, RankEnv(), "run", clock)
+    run_status.enter("backward")
+    clock.now += 1
+    with run_status.during("optimizer"):
+        clock.now += 10
+        with run_status.waiting():
+            clock.now += 100
+        clock.now += 20
+    clock.now += 2
+    assert run_status.seconds_in("forward", "backward") == 3
+    assert run_status.lap() == {"backward": 3, "optimizer": 30, "sync": 100}
+
+
 def test_a_wait_between_computations_is_time_of_sync(tmp_path: Path) -> None:
     clock = Clock()
     run_status = RunStatus(tmp_path, RankEnv(), "run", clock)

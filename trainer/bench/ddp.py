@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ from trainer.bench.steps import BenchTrainer
 from trainer.config import ConfigError
 from trainer.distributed.process_group import Collectives, broadcast_sends
 from trainer.health.run_status import RunStatus
-from trainer.host.gemm_library import DEFAULT, use_library
-from trainer.host.numerics import Options
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.rank_batch import RankBatch
 from trainer.sync.mode import SyncMode
@@ -126,14 +123,8 @@ class DDPTrainer(BenchTrainer):
                 "Fix: --shares equal, or rows per rank such as --shares 3,1"
             )
         self.setup.predicts = False  # the cost model knows sync modes
-        self._explore, self.setup._explore = self.setup._explore, self._explore_plain  # type: ignore[method-assign]
+        self.setup.chooses_library = False
         self.setup.make_sync = self._wrap  # type: ignore[method-assign]
-
-    def _explore_plain(self) -> Options:
-        """The devices of this rank, with torch's default library for GEMMs, as without this package."""
-        options = self._explore()
-        use_library(DEFAULT)
-        return replace(options, cpu=replace(options.cpu, library=DEFAULT))
 
     def _wrap(self) -> PlainDDP:
         setup = self.setup

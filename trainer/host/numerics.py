@@ -215,11 +215,19 @@ class Options:
         return self.cuda
 
 
-def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_size: int) -> Options:
+def explore(
+    device: str,
+    dtype: str,
+    threads: int,
+    local_rank: int,
+    local_world_size: int,
+    chooses_library: bool = True,
+) -> Options:
     """Set threads, denormals and memory of this process; returns the devices and formats that it can use.
 
     device, dtype, threads: the settings of these names. local_rank: the rank of this process among the ranks
-    of this host. local_world_size: the number of ranks on this host. Call this before any other use of torch.
+    of this host. local_world_size: the number of ranks on this host. chooses_library: whether the faster
+    library computes float32 GEMMs, else torch's default. Call this before any other use of torch.
     Denormals become 0: AdamW's moments of embedding rows that no token activates decay into denormals, and a
     step over such state takes 50 times as long. Each thread has its own flag for this; threads that torch
     starts later inherit the flag.
@@ -237,7 +245,8 @@ def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_
             refusals[kind] = str(error)
             return wide, "refused"
 
-    library = choose_library() if device != "cuda" and dtype != "float64" else DEFAULT
+    has_choice = chooses_library and device != "cuda" and dtype != "float64"
+    library = choose_library("" if has_choice else DEFAULT)
     measures = device != "cuda" and dtype in ("auto", NARROW)
     rates = gemm_rates([torch.float32, torch.bfloat16]) if measures else {}
     compute, reason = choose("cpu", lambda: cpu_format(dtype, rates))
