@@ -13,7 +13,7 @@ from trainer.data import DataError
 from trainer.model.gpt import GPTConfig
 from trainer.optim.lr_schedule import describe_extension
 
-ANOTHER = "Give a new run its own directory (with the playbooks -e run_id=NAME, by hand --run-dir DIR)"
+NEW_RUN = "Give a new run its own directory (with the playbooks -e run_id=NAME, by hand --run-dir DIR)"
 DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # another release may name the same run differently
 
 
@@ -53,19 +53,19 @@ def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], 
     by_default = DEFAULT_NAME.fullmatch(started) and DEFAULT_NAME.fullmatch(run_id)
     if started != run_id and not by_default and "imported" not in state.meta:
         raise ConfigError(
-            f"The checkpoints are of the run {started}, and this run is {run_id}. {ANOTHER}, or resume "
+            f"The checkpoints are of the run {started}, and this run is {run_id}. {NEW_RUN}, or resume "
             f"{started} (with the playbooks -e run_id={started}, by hand --run-id {started})."
         )
     differing = config.differences(RunConfig.from_strings(state.meta["config"]), IDENTITY)
     if differing:
         raise ConfigError(
             f"The run {started} was started with another configuration: {'; '.join(differing)}. "
-            f"{ANOTHER}, or use the old values to resume it."
+            f"{NEW_RUN}, or use the old values to resume it."
         )
     other = [name for name, value in state.meta.get("hashes", {}).items() if hashes.get(name, value) != value]
     if other:
         raise DataError(
-            f"The run {started} was started on other data ({', '.join(other)}). {ANOTHER}, or "
+            f"The run {started} was started on other data ({', '.join(other)}). {NEW_RUN}, or "
             "restore the old data."
         )
 
@@ -96,7 +96,7 @@ def describe_changes(state: State, config: RunConfig, num_iterations: int, run_i
             f"The run {run_id} has {before:,} steps, of which {state.step:,} are done. The command asks for "
             f"{num_iterations:,} steps, but a run can become longer, not shorter. To resume it, ask for "
             f"{max(before, state.step)} steps or more (with the playbooks -e steps=N, by hand "
-            f"--num-iterations N). {ANOTHER}."
+            f"--num-iterations N). {NEW_RUN}."
         )
     sentences = []
     if before < num_iterations:

@@ -40,7 +40,7 @@ MODEL, PICKLED_MODEL = "model.safetensors", "model.pt"
 PICKLED_SCHEMA = 2  # the last one with a PICKLED_MODEL
 MODEL_FILES = (MODEL, f"tokenizer/{FILE_NAME}")
 FILES = (*MODEL_FILES, "optim.pt")
-ANOTHER = "Use another checkpoint, or a copy of this one (ansible-playbook fetch.yml)."
+USE_ANOTHER = "Use another checkpoint, or a copy of this one (ansible-playbook fetch.yml)."
 # Errors that mean a damaged file; after others it may be intact and unreadable now.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
@@ -301,7 +301,7 @@ def load_model(path: Path) -> tuple[GPT, Tokenizer]:
     try:
         meta = read_meta(path, MODEL_FILES)
     except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{error} {ANOTHER}") from None
+        raise DamagedCheckpointError(f"{error} {USE_ANOTHER}") from None
     file = model_file(path, meta)
     weights = read_tensors(file)
     try:

@@ -52,7 +52,7 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
     try:
         meta = storage.read_meta(step_dir, storage.MODEL_FILES)
     except storage.DamagedCheckpointError as error:
-        raise ConfigError(f"{error} {storage.ANOTHER}") from None
+        raise ConfigError(f"{error} {storage.USE_ANOTHER}") from None
     model = GPTConfig(**meta["model_config"])
     tag = model_tag or f"d{model.n_layer}"
     if not RUN_ID_PATTERN.fullmatch(tag):
