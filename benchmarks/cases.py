@@ -23,7 +23,7 @@ class Group:
 
     name: the name of the group. link: the rate of the network, such as 100mbit. cases: the names of the
     cases, in their order. takes: baselines whose results are copied from the first group, not measured again.
-    slow_second: whether the second host gets only the share A_THIRD of a core.
+    slow_second: whether the second host gets only the share A_THIRD of a core. depth: depth of the model.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Group:
     cases: tuple[str, ...]
     takes: tuple[str, ...] = ()
     slow_second: bool = False
+    depth: int = DEPTH
 
 
 IDLE = "idle/"  # a baseline while the other host is idle

@@ -229,7 +229,7 @@ def measure_cases(job: Job, group: Group, cases: Sequence[str], data: Path) -> N
             "bench_out": files[0].parents[1],
             "bench_link_mbit": LINK_MBIT[group.link],
             "bench_again": "true",
-            "depth": DEPTH,
+            "depth": group.depth,
             "sequence_len": LENGTH,
             "data_dir": data,
             "fleet_nice": 0,

@@ -145,8 +145,9 @@ def work(tables: int = 80_000_000) -> StepWork:
     )
 
 
-def predictor(*speeds: Speed, bandwidth: float = 1.1e8) -> CostModel:
-    return CostModel(speeds, Link(bandwidth, 1e-3), work(), [f"host-{n}" for n in range(1, 1 + len(speeds))])
+def predictor(*speeds: Speed, bandwidth: float = 1.1e8, delay: float = 0.0) -> CostModel:
+    names = [f"host-{n}" for n in range(1, 1 + len(speeds))]
+    return CostModel(speeds, Link(bandwidth, 1e-3, delay), work(), names)
 
 
 def test_what_is_sent_by_mode() -> None:
@@ -162,13 +163,27 @@ def test_what_is_sent_by_mode() -> None:
 def test_the_faster_mode_is_chosen_among_those_allowed() -> None:
     even = predictor(Speed(1.4, 2.0, 0.4), Speed(1.4, 2.0, 0.4))
     assert choose_mode(even, 16, ["dense", "exact"]) == "exact"
-    assert choose_mode(even, 4, ["dense", "exact", "fast"]) == "fast"
+    slow = predictor(Speed(1.4, 2.0, 0.4), Speed(1.4, 2.0, 0.4), bandwidth=5e7)
+    assert choose_mode(slow, 4, ["dense", "exact", "fast"]) == "fast"
     near = predictor(Speed(1.4, 2.0, 0.4), Speed(1.4, 2.0, 0.4), bandwidth=1e12)
     assert choose_mode(near, 4, ["dense", "exact"]) == "exact", "a rank steps half of the rows"
     near = predictor(Speed(1.4, 2.0, 0.01), Speed(1.4, 2.0, 0.01), bandwidth=1e12)
     assert choose_mode(near, 4, ["dense", "exact"]) == "dense", "no difference to speak of"
     assert even.step("exact", 16) < even.single_host(16)[0] / 1.5
     assert warn_of_baseline(even, 16, 1024, "exact") == ""
+
+
+def test_transfers_that_overlap_slow_computation_down() -> None:
+    """At 110 MB/s, computation hides all transfers of a step of exact; a rank's processor moves the bytes."""
+    speed = Speed(1.4, 2.0, 0.4)
+    free, slowed = (predictor(speed, speed, delay=delay) for delay in (0.0, 2e-9))
+    assert free.step("exact", 4) == pytest.approx(2 * 1.4 + 2.0 / 2 + 0.4 / 2, rel=0.01)
+    sent = payload("exact", work(), 4, 2)
+    assert slowed.step("exact", 4) - free.step("exact", 4) == pytest.approx(2e-9 * sent)
+    assert slowed.step("dense", 4) == free.step("dense", 4), "its transfers overlap with no computation"
+    waits = predictor(speed, speed, bandwidth=1e7, delay=2e-9).step("exact", 4)
+    hidden = 2 / 3 * 2 * 1.4 + 2.0 / 2
+    assert waits == pytest.approx(free.step("exact", 4) + sent / 1e7 - hidden * (1 - 2e-9 * 1e7), rel=0.01)
 
 
 def test_a_second_host_that_does_not_pay_is_reported() -> None:

@@ -28,7 +28,7 @@ from trainer.distributed.process_group import CPU, Collectives
 from trainer.host.gemm import gemm_rate, gemm_rates
 from trainer.host.gemm_library import choose_library
 from trainer.host.numerics import cpu_format, name_of
-from trainer.placement.microbenchmark import Link, Speed, measure_link
+from trainer.placement.microbenchmark import Link, Speed, measure_link, slowest_link
 from trainer.run_plan import make_plan
 
 JOIN_TIMEOUT = timedelta(seconds=20)
@@ -148,8 +148,8 @@ def predicted_step(
     if all(has_gpu for _speed, _link, has_gpu in measured):
         raise RuntimeError("the ranks would compute on GPUs, and only processors were measured")
     links = [Link(*each) for _speed, each, _has_gpu in measured]
-    slowest = Link(min(each.bandwidth for each in links), max(each.latency for each in links))
-    return predict(config, plan, [Speed(*each) for each, _link, _has_gpu in measured], slowest, hosts)
+    speeds = [Speed(*each) for each, _link, _has_gpu in measured]
+    return predict(config, plan, speeds, slowest_link(links), hosts)
 
 
 def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None]) -> None:

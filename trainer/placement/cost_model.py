@@ -26,9 +26,7 @@ from trainer.sync.buckets import assign_owners
 from trainer.sync.compressor import make_compressor
 from trainer.sync.fragment import TAIL_STEPS, Outer
 
-# The part of backward's and the optimizer's time that hides transfers of exact and fast: the same processor
-# computes and moves the bytes.
-OVERLAP = 0.5
+BACKWARD = 2 / 3  # the part of the seconds of forward and backward that is backward
 BETTER = 0.03  # the part of a step by which a mode must be faster than those listed before it
 TIMES = (1, 4, 16)  # multiples of the batch in the table
 LARGEST = 64  # the largest multiple of the batch that `pays_from` tries
@@ -145,7 +143,8 @@ class CostModel:
         adamw = max(speed.adamw for speed in self.speeds)
         if self.link is None:
             return self.speeds[0].step_alone(rows)
-        wire = self.network(mode, rows)
+        sent = payload(mode, self.work, rows, len(self.speeds), self.outer)
+        wire = transfer_seconds(sent, self.link)
         if mode == "local":
             return max(s.step_alone(r) for s, r in zip(self.speeds, shares, strict=True)) + wire
         muon = self._muon()
@@ -155,8 +154,10 @@ class CostModel:
             speed.row * (share % self.work.micro_batch or self.work.micro_batch)
             for speed, share in zip(self.speeds, shares, strict=True)
         )
-        hidden = OVERLAP * (2 / 3 * last + muon)
-        return compute + max(0.0, wire - hidden) + muon + adamw / len(self.speeds)
+        # The last micro-batch's backward and the optimizer overlap with transfers, and are slowed by them.
+        hidden = min(wire, BACKWARD * last + muon)
+        slowed = hidden / wire * sent * self.link.delay
+        return compute + slowed + wire - hidden + muon + adamw / len(self.speeds)
 
     def network(self, mode: str, rows: int) -> float:
         """Predicted seconds of a rank's transfers in a step of `rows` rows in the sync mode `mode`.

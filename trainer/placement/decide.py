@@ -39,7 +39,7 @@ from trainer.placement.cost_model import (
     render_predictions,
     warn_of_baseline,
 )
-from trainer.placement.microbenchmark import Link, Speed, measure_link, measure_speed
+from trainer.placement.microbenchmark import Link, Speed, measure_link, measure_speed, slowest_link
 from trainer.placement.single_host import FasterHost, find_faster_host, measure_gpu
 from trainer.run_plan import Plan
 from trainer.sync.fragment import Outer
@@ -212,9 +212,7 @@ def decide(
     rows, length = plan.rows_per_step, plan.model.sequence_len
     speeds = [one.speed for one in measured]
     links = [one.link for one in measured if one.link]
-    slowest = (
-        Link(min(each.bandwidth for each in links), max(each.latency for each in links)) if links else None
-    )
+    slowest = slowest_link(links) if links else None
     cost_model = CostModel(speeds, slowest, work, names, by_speed, Outer.of(config))
     change = first_split([speed.row for speed in speeds], rows, names) if by_speed else None
     shares = change.shares if change else plan.shares

@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,22 @@ class Link:
     """The network between the ranks, as measured by all-reduces.
 
     bandwidth: bytes per second that a rank sends in a long all-reduce. latency: seconds of a short
-    all-reduce.
+    all-reduce. delay: seconds by which computation on the rank takes longer for each byte that it sends at
+    the same time, because the same processors move the bytes.
     """
 
     bandwidth: float
     latency: float
+    delay: float = 0.0
+
+
+def slowest_link(links: Sequence[Link]) -> Link:
+    """The link of all ranks, from the measurements of each: the worst of each figure."""
+    return Link(
+        min(each.bandwidth for each in links),
+        max(each.latency for each in links),
+        max(each.delay for each in links),
+    )
 
 
 def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
@@ -143,7 +154,8 @@ def measure_link(group: Collectives, device: torch.device) -> Link | None:
     """Measure latency with short all-reduces and bandwidth with a long one; returns None with one rank.
 
     All ranks of `group` must call it. device: device of the tensors. The bandwidth is a mean over the ranks;
-    the latency is that of this rank.
+    latency and delay are those of this rank. The delay is the CPU time of the long all-reduce, divided by the
+    threads that compute; it is 0 on a GPU.
     """
     if group.world_size == 1:
         return None
@@ -156,12 +168,15 @@ def measure_link(group: Collectives, device: torch.device) -> Link | None:
     latency = (time.monotonic() - began) / SHORT_MESSAGES
     for size in LINK_BYTES:
         payload = torch.zeros(size // 4, device=device)
-        began = time.monotonic()
+        began, cpu_began = time.monotonic(), time.process_time()
         group.all_reduce([payload])
         _synchronize(device)
+        cpu_seconds = time.process_time() - cpu_began
         seconds = torch.tensor([time.monotonic() - began], dtype=torch.float64)
         group.all_reduce([seconds])  # so that all ranks continue, or none
         mean = seconds.item() / n
         if mean > LINK_SECONDS:
             break
-    return Link(2 * (n - 1) / n * size / mean, latency)
+    sent = 2 * (n - 1) / n * size
+    delay = 0.0 if device.type == "cuda" else cpu_seconds / torch.get_num_threads() / sent
+    return Link(sent / mean, latency, delay)
