@@ -72,9 +72,9 @@ def block(content: Mapping[str, Any]) -> str:
         f"**Measured in containers on one machine** ({content['machine']}), {content['hosts']} hosts: "
         f"`{content['command']}`, commit `{content['commit']}`, {content['date']}. "
         f"Depth {settings['depth']}, `sync={settings['sync']}`, steps of {step:.2f} s with "
-        f"`elastic=false`. `elastic=true` changed their mean by {100 * (whole - 1):+.1f} %, and without the "
-        f"copies of the state by {100 * (bare - 1):+.1f} % (medians of {content['rounds']} rounds of "
-        f"{content['steps']} steps each)."
+        f"`elastic=false`. `elastic=true` changed the mean step by {100 * (whole - 1):+.1f} %; without the "
+        f"copies of the state it changed by {100 * (bare - 1):+.1f} % (medians of {content['rounds']} "
+        f"rounds of {content['steps']} steps each)."
     )
 
 

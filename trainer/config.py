@@ -391,7 +391,8 @@ def check_schema(schema: Any, what: str) -> None:
     if type(schema) is not int or schema < 1:
         raise ConfigError(
             f"{what} has {schema!r} as its schema (format version), which must be a whole number from 1. The "
-            "file is damaged or was not written by nanofleet: restore it, or remove it and start again."
+            "file is damaged or was not written by nanofleet: restore it from a copy, or delete it and "
+            "repeat the command."
         )
     if schema > SCHEMA:
         raise NewerSchemaError(

@@ -45,13 +45,13 @@ class TransferToHost(Final):
     """Ends the attempt on all ranks because one host alone is faster than all ranks together.
 
     sentence: the reason. host: the faster host. seconds: predicted seconds of a step on this host. together:
-    predicted seconds of a step on all ranks. table: the predictions as text. outcome.json gets `alone`, an
+    predicted seconds of a step on all ranks. table: the predictions as text. outcome.json gets `transfer`, an
     object with host, seconds, together and table (the predictions).
     """
 
     def __init__(self, sentence: str, host: str, seconds: float, together: float, table: str) -> None:
         super().__init__(sentence, table)
-        self.alone = {"host": host, "seconds": seconds, "together": together, "table": table}
+        self.transfer = {"host": host, "seconds": seconds, "together": together, "table": table}
 
 
 class Retryable(RunEnd):

@@ -340,8 +340,8 @@ class RunSetup:
             obstacles = find_obstacles(config, self.run_file.fixed_shares, meta, group.peers, requested)
             placement, lines = decide.decide(measured, names, self.plan, work, config, by_speed, obstacles)
             self.placement = decide.broadcast_placement(group, placement)
-            if self.placement.alone and self.trains:
-                raise self.placement.alone.end(group.peers, names, lines)
+            if self.placement.faster_host and self.trains:
+                raise self.placement.faster_host.end(group.peers, names, lines)
             if self.env.is_coordinator:
                 for line in lines:
                     self.log.info(line, extra=fields("placement"))

@@ -96,7 +96,7 @@ class Trainer:
         try:
             self._set_up()
         except TransferToHost as end:  # in the outcome even if that of another rank is written first
-            self.attempt.update(alone=end.alone)
+            self.attempt.update(transfer=end.transfer)
             raise
         if self.env.is_coordinator:
             if not self.continues:

@@ -105,8 +105,9 @@ def claim_differences(asked: Options, host: str) -> Iterator[str]:
 
 
 def controllers(asked: Options, host: str) -> list[str]:
-    """The addresses of the controllers in the claim that setup.yml would write on this host.
+    """The addresses of the controllers that setup.yml would write into the claim of this host.
 
+    The claim is the file that names the fleet which the host serves.
     asked: options of fleet_claim. host: name of this host, for messages. Raises ValueError if the present
     claim is damaged, or was written by a newer release.
     """

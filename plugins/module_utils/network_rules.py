@@ -240,7 +240,8 @@ def protection(host: str, status: str, answer: str, ssh_port: Any = 22) -> str:
         )
         enable = as_typed("ansible-playbook setup.yml -e network_ufw_enable=true")
         return (
-            f"ufw is inactive on {host} and was not enabled; the rules are set and take effect with it. "
-            f"{units}To enable it: {enable} (or on {host}: sudo ufw allow {ssh_port}/tcp && sudo ufw enable)"
+            f"ufw is inactive on {host} and was not enabled. Its rules are set, and take effect when ufw is "
+            f"enabled. {units}To enable it: {enable} (or on {host}: sudo ufw allow {ssh_port}/tcp && sudo "
+            "ufw enable)"
         )
     return ""

@@ -112,8 +112,9 @@ def plan_run(
             if chosen_from:
                 where, remedy = f"{where}, to which sync=auto has transferred the run", "-e shares=equal"
             raise RunRefusedError(
-                f"shares is {','.join(map(str, rows))}: it must have {ranks} number(s), the rows of a step "
-                f"for each rank on {where}. Repeat the command with {remedy}."
+                f"shares is {','.join(map(str, rows))}: {len(rows)} number(s), but the run has {ranks} "
+                f"rank(s) on {where}. Repeat the command with a number for each rank (its rows of a step), "
+                f"or with {remedy}."
             )
         run_file = trainer.RunFile(
             name, config, tuple(own), code_digest(), manifest_sha256, rows, tuple(chosen_from)
@@ -265,10 +266,11 @@ def _restart_cause(run_file: Any, stored: State, active: Sequence[str], states: 
     if before[0] in deleted:
         raise RunRefusedError(
             f"The directory of the run {run_file.run_id} is missing on {before[0]}, its coordinator "
-            f"({states[before[0]]['run_dir']}), with its checkpoints; nothing was changed. End it: "
-            f"ansible-playbook stop.yml -e run_id={run_file.run_id} -e stop_now=true. Then restore the "
-            "directory from a copy, such as one that fetch.yml made, and type this again; without one the "
-            "run resumes from the copy that another host has (checkpoint_copies), or starts at step 0."
+            f"({states[before[0]]['run_dir']}), with its checkpoints; nothing was changed. First end the "
+            f"run: ansible-playbook stop.yml -e run_id={run_file.run_id} -e stop_now=true. Then restore the "
+            "directory, if you have a copy (such as one from fetch.yml), and repeat the train command. "
+            "Without a copy, the run resumes from a checkpoint that another host keeps (checkpoint_copies), "
+            "or else starts at step 0."
         )
     if deleted:
         return (

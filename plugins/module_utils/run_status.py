@@ -319,8 +319,8 @@ def _problems(found: Mapping[str, State]) -> list[str]:
         for host in UNREACHED.findall(line):
             unreached_at[host] = max(at, unreached_at.get(host, at))
     return lines + [
-        f"Network:     {host} answers this machine, but not the other hosts of the run: a firewall or the "
-        "network between them drops packets. Fix: ansible-playbook doctor.yml"
+        f"Network:     {host} answers the controller, but not the other hosts of the run: a firewall or the "
+        "network between them drops packets. To find the cause and its fix: ansible-playbook doctor.yml"
         for host, state in found.items()
         if host in unreached_at and state["time"] > unreached_at[host] and not state.get("rebooted")
     ]
@@ -393,6 +393,6 @@ def _attempts(found: Mapping[str, State]) -> list[str]:
         moment = attempt.get("time")
         at = time.strftime("%a %H:%M:%S", time.localtime(moment)) if moment else "-"
         step = f" at step {attempt['step']}" if attempt.get("step") is not None else ""
-        how = "transferred to one host" if attempt.get("alone") else attempt["outcome"]
+        how = "transferred to one host" if attempt.get("transfer") else attempt["outcome"]
         lines.append(f"  {at}  {how}{step}: {attempt.get('reason') or '-'}")
     return lines

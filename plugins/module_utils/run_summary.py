@@ -210,7 +210,7 @@ def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """
     for state in states.values():
         outcome = state.get("outcome") or {}
-        transfer = outcome.get("alone") or {}
+        transfer = outcome.get("transfer") or {}
         if outcome.get("outcome") == "final" and transfer.get("host") in states:
             return dict(transfer)
     return {}

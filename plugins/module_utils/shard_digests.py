@@ -30,7 +30,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} cannot be read as a manifest: {error!r}. On a host, send the data again: "
-            "ansible-playbook setup.yml. On the controller, make them again: python -m trainer prepare"
+            "ansible-playbook setup.yml. On the controller, make the data again: repeat the command python "
+            "-m trainer prepare with the options that made them"
         ) from None
 
 

@@ -25,12 +25,13 @@ class UnitError(Exception):
 
 
 def stop(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
-    """Stop a unit and remove its boot entry. Returns {"changed", "unit", "ended", "diff"}.
+    """Stop a unit and remove its boot entry, which starts it again after a boot (see boot_entry.py).
 
+    Returns {"changed", "unit", "ended", "diff"}.
     params: the options state, scope, grace, ports and timeout of the module transient_unit. unit: its present
     state (see read_unit). check: stop nothing, only return what would change. In the result, unit is the
-    state afterwards, and ended has the processes that were in the unit (see describe). Raises UnitError if a
-    process or listener of the unit is left.
+    state afterwards, and ended has the processes that were in the unit (see describe). Raises UnitError if
+    systemd does not stop the unit, or if a process or listener of it is left.
     """
     name = unit["name"]
     scope, control = params["scope"], ["systemctl", *manager(params["scope"])]

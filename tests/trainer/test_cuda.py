@@ -142,7 +142,7 @@ def test_a_pair_transfers_the_run_to_the_host_with_the_gpu(start: Start) -> None
         assert code == 1, output
         outcome = rank.outcome()
         assert "train.yml transfers the run to host-2" in outcome["reason"]
-        assert 0 < outcome["alone"]["seconds"] < outcome["alone"]["together"]
+        assert 0 < outcome["transfer"]["seconds"] < outcome["transfer"]["together"]
 
 
 def test_more_memory_than_the_gpu_has_is_named(start: Start) -> None:

@@ -319,7 +319,7 @@ def test_a_delay_as_long_as_the_way_is_refused() -> None:
 
 
 def test_a_rank_finds_its_own_file_and_no_other(tmp_path: Path) -> None:
-    own = {"here/wte": torch.ones(3)}
+    own = {"own/wte": torch.ones(3)}
     optim = {"wte": {"exp_avg": torch.full((3,), 2.0)}}
     hashes = [save_rank_state(tmp_path, step, 1, own, optim, keep=2) for step in (4, 5, 10, 15)]
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == [

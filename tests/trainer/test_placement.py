@@ -176,13 +176,14 @@ def test_the_faster_mode_is_chosen_among_those_allowed() -> None:
 def test_transfers_that_overlap_slow_computation_down() -> None:
     """At 110 MB/s, computation hides all transfers of a step of exact; a rank's processor moves the bytes."""
     speed = Speed(1.4, 2.0, 0.4)
+    assert work().backward == pytest.approx(2 / 3 * 25 / 42)
     free, slowed = (predictor(speed, speed, delay=delay) for delay in (0.0, 2e-9))
     assert free.step("exact", 4) == pytest.approx(2 * 1.4 + 2.0 / 2 + 0.4 / 2, rel=0.01)
     sent = payload("exact", work(), 4, 2)
     assert slowed.step("exact", 4) - free.step("exact", 4) == pytest.approx(2e-9 * sent)
     assert slowed.step("dense", 4) == free.step("dense", 4), "its transfers overlap with no computation"
     waits = predictor(speed, speed, bandwidth=1e7, delay=2e-9).step("exact", 4)
-    hidden = 2 / 3 * 2 * 1.4 + 2.0 / 2
+    hidden = work().backward * 2 * 1.4 + 2.0 / 2
     assert waits == pytest.approx(free.step("exact", 4) + sent / 1e7 - hidden * (1 - 2e-9 * 1e7), rel=0.01)
 
 
@@ -266,9 +267,9 @@ def test_a_gpu_that_is_faster_alone_is_left_the_run() -> None:
     assert "laptop's GPU alone" in printed[0], "the table, with the figure that decides"
     assert "tower alone, on its CPU" in printed[0]
     assert len(printed) == 2, "nothing on how the ranks would have trained together"
-    assert placement.alone is not None
-    assert (placement.alone.rank, placement.alone.seconds) == (1, 0.043)
-    assert placement.alone.together > placement.alone.seconds
+    assert placement.faster_host is not None
+    assert (placement.faster_host.rank, placement.faster_host.seconds) == (1, 0.043)
+    assert placement.faster_host.together > placement.faster_host.seconds
     assert Placement.load(json.loads(json.dumps(placement.saved()))) == placement
 
 
@@ -277,14 +278,14 @@ def test_why_the_run_is_not_transferred_to_a_gpu_is_reported() -> None:
     plan = make_plan(asked, 300, 2)
     obstacles = {0: "x", 1: "sync is exact, not auto"}
     placement, printed = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles=obstacles)
-    assert placement.alone is None
+    assert placement.faster_host is None
     assert printed[-1].startswith("warning: A step is predicted to take 0.043 s on the GPU of laptop alone")
     assert printed[-1].endswith("The run does not move there: sync is exact, not auto.")
     slower = [RankMeasurements(Speed(0.1, 0.1, 0.05), None, gpu=Speed(0.01, 0.01, 0.001)), BESIDE_A_GPU[1]]
     auto = config(sync="auto")
     placement, _ = decide(slower, PAIR, plan, work(), auto, by_speed=True, obstacles={1: "its weights"})
-    assert placement.alone is not None
-    assert placement.alone.rank == 0, "one that the run can be left to goes before a faster one"
+    assert placement.faster_host is not None
+    assert placement.faster_host.rank == 0, "one that the run can be left to goes before a faster one"
 
 
 def test_obstacles_are_found_by_rank() -> None:
@@ -305,7 +306,7 @@ def test_a_slow_gpu_is_not_left_the_run() -> None:
     beside = BESIDE_A_GPU[0]
     slow = [beside, RankMeasurements(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.2, 0.2, 0.1))]
     placement, printed = decide(slow, PAIR, plan, work(), asked, by_speed=True, obstacles={})
-    assert placement.alone is None
+    assert placement.faster_host is None
     assert not any("on the GPU of" in line for line in printed)
     small = [beside, RankMeasurements(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu_too_small=True)]
     _, printed = decide(small, PAIR, plan, work(), asked, by_speed=True, obstacles={})
@@ -323,8 +324,8 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
         outcome = rank.outcome()
         assert outcome["outcome"] == "final", outcome
         assert "train.yml transfers the run to host-2" in outcome["reason"]
-        assert outcome["alone"]["host"] == "host-2"
-        assert 0 < outcome["alone"]["seconds"] < outcome["alone"]["together"]
+        assert outcome["transfer"]["host"] == "host-2"
+        assert 0 < outcome["transfer"]["seconds"] < outcome["transfer"]["together"]
         assert outcome["step"] == 0
     assert "predicted, s a step (tok/s)" in ends[0][1], "the table by which it was decided"
 
@@ -337,7 +338,7 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
     ends = [rank.wait(400) for rank in by_hand]
     assert [code for code, _ in ends] == [0, 0], ends
     assert "The run does not move there: its shares are set by hand." in ends[0][1]
-    assert by_hand[0].outcome()["alone"] is None
+    assert by_hand[0].outcome()["transfer"] is None
 
     dense = start(2, name="dense", env=[{}, stand_in], sync="dense", num_iterations=1)
     ends = [rank.wait(400) for rank in dense]

@@ -75,8 +75,10 @@ class ThreadGroup(Collectives):
         return torch.stack(self.network.exchange(self.rank, values))
 
     def start_exchange(
-        self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]
+        self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int], largest: int = 0
     ) -> tuple[Tensor, Pending]:
+        assert self.network.exchange(self.rank, largest) == [largest] * self.world_size
+        assert max(sends) <= largest
         assert (sends[self.rank], receives[self.rank]) == (0, 0), "nothing is sent to itself"
         pieces = self.network.exchange(self.rank, tensor.split(list(sends)))
         found = torch.cat([piece[self.rank] for piece in pieces])

@@ -74,7 +74,7 @@ def test_over_a_slow_link_the_network_is_most_of_a_dense_step_and_little_of_a_lo
     assert seconds["local"] < seconds["fast"] / 20
     dense = found["modes"]["dense"]
     assert dense["step_s"] == pytest.approx(2 * 3.0 + dense["network_s"] + 1.5 / 2 + 0.1, rel=0.02)
-    assert found["alone"] == {"host": "tower", "step_s": pytest.approx(4 * 3.0 + 1.5 + 0.1)}
+    assert found["baseline"] == {"host": "tower", "step_s": pytest.approx(4 * 3.0 + 1.5 + 0.1)}
     assert (found["sync"], found["depth"], found["total_batch_size"]) == ("dense", 8, 4096)
 
 
@@ -84,7 +84,7 @@ def test_settings_are_advised_only_where_they_make_a_step_faster() -> None:
     (batch,) = (each for each in slow if each.startswith("total_batch_size="))
     rows = int(batch.partition("=")[2]) // PLAN.model.sequence_len
     larger = predicted(100, replace(CONFIG, sync="exact", total_batch_size=rows * PLAN.model.sequence_len))
-    assert larger["modes"]["exact"]["step_s"] < larger["alone"]["step_s"]
+    assert larger["modes"]["exact"]["step_s"] < larger["baseline"]["step_s"]
     fast = predicted(100_000)
     assert fast["advice"] == [], "no mode is faster by more than the noise"
     automatic = predicted(100, replace(CONFIG, sync="auto"))

@@ -316,8 +316,8 @@ def test_shares_are_those_asked_for_or_of_the_same_hosts_before() -> None:
     wrong = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "3")
     assert wrong["action"] == "refuse"
     assert wrong["message"] == (
-        "shares is 3: it must have 2 number(s), the rows of a step for each rank on tower, laptop. Repeat "
-        "the command with -e shares=auto."
+        "shares is 3: 1 number(s), but the run has 2 rank(s) on tower, laptop. Repeat the command with a "
+        "number for each rank (its rows of a step), or with -e shares=auto."
     )
     four = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "2,2,1,1", 2)
     assert four["file"]["shares"] == [2, 2, 1, 1]

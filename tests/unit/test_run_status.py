@@ -335,7 +335,7 @@ def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between(
     )
     up = {"tower": state(**stored(), ended=False, heartbeats=[beat(diagnosis=diagnosis)])}
     here = {**up, "laptop": state(**stored(), ended=False, heartbeats=[beat(rank=1)])}
-    line = "Network:     laptop answers this machine, but not the other hosts of the run"
+    line = "Network:     laptop answers the controller, but not the other hosts of the run"
     assert line in status.status_screen(here, "a")
     assert "Network:" not in status.status_screen({**up, "laptop": {"unreachable": True}}, "a")
     lost = {

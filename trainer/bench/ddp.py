@@ -65,7 +65,7 @@ class PlainDDP(SyncMode):
 
     @contextmanager
     def last_backward(self, tokens: int) -> Iterator[None]:
-        """Context of the last backward of a step, in which DDP reduces the gradients.
+        """Context of the last backward of a step, in which DDP reduces the gradients. tokens: not used.
 
         At its end, the bytes that this rank sends in a step are added to `bytes_sent` of the group. Raises
         PeerLost if the reduction of the gradients fails.

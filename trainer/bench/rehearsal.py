@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,8 @@ from trainer.distributed.process_group import CPU, Collectives
 from trainer.host.gemm import gemm_rate, gemm_rates
 from trainer.host.gemm_library import choose_library
 from trainer.host.numerics import cpu_format, name_of
-from trainer.placement.microbenchmark import Link, Speed, measure_link, slowest_link
+from trainer.host.rank_env import RankEnv
+from trainer.placement.microbenchmark import Link, Speed, measure_delay, measure_link, slowest_link
 from trainer.run_plan import make_plan
 
 JOIN_TIMEOUT = timedelta(seconds=20)
@@ -102,7 +103,8 @@ def all_reduces(part: Mapping[str, Any]) -> tuple[Link, dict[str, float]]:
     has the pairs that contain this rank. part: as for `rehearse`.
     """
     rank, size = part["rank"], len(part["hosts"])
-    link = Ranks(size).link()
+    whole = Collectives(RankEnv(rank=rank, world_size=size), [])  # of the default process group
+    link = replace(Ranks(size).link(), delay=measure_delay(whole))
     pairs = {"0-1": mbit(link)} if size == 2 else {}
     for pairs_of_round in part["rounds"] if size > 2 else []:
         groups = [(pair, dist.new_group(pair, timeout=CONNECT_TIMEOUT)) for pair in pairs_of_round]

@@ -103,7 +103,7 @@ def predict(
     sync: the sync mode that the run would use.
     modes: {sync mode: {"step_s": seconds of a step, "network_s": seconds of the transfers in it, including
         those that computation hides}}.
-    alone: the single-host baseline, {"host": name of the host, "step_s": seconds of a step}.
+    baseline: the single-host baseline, {"host": name of the host, "step_s": seconds of a step}.
     speeds: for each rank the fields of its Speed, as a dict.
     advice: settings that make a step faster, such as "sync=exact", the least change first.
     Transfers are predicted as if all tokens of a step were different: the most that a step can send.
@@ -115,7 +115,7 @@ def predict(
     rows = plan.rows_per_step
     best = choose_mode(cost_model, rows, EXACT_MODES)
     mode = best if config.sync == "auto" else config.sync
-    alone, rank = cost_model.single_host(rows)
+    seconds, rank = cost_model.single_host(rows)
     return {
         "depth": config.depth,
         "total_batch_size": plan.total_batch_size,
@@ -127,7 +127,7 @@ def predict(
             }
             for each in SYNC_MODES
         },
-        "alone": {"host": hosts[rank], "step_s": round(alone, 3)},
+        "baseline": {"host": hosts[rank], "step_s": round(seconds, 3)},
         "speeds": [asdict(speed) for speed in speeds],
         "advice": _advice(cost_model, rows, length, mode, best),
     }

@@ -36,8 +36,9 @@ from trainer.data.tokenizer import FILE_NAME, Tokenizer
 PACKING = 1  # version of the packing algorithm, part of the digest
 SPLITS = ("train", "val")
 MAKER = (
-    "the command that made the data directory: python -m trainer prepare, or python -m trainer "
-    "conversations. On a host of a fleet: ansible-playbook setup.yml; for conversations repeat train.yml"
+    "the command that made the data directory (python -m trainer prepare or conversations, with its "
+    "options). If it is on a host of a fleet, send it again instead: ansible-playbook setup.yml or, if it "
+    "contains conversations, the train.yml command of the run"
 )
 CONVERSATIONS = "conversations"  # the kind of a manifest; that of documents has none
 BLOCK_BYTES = 2**20  # per read, about

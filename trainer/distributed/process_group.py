@@ -37,6 +37,10 @@ UNMEASURED_TIMEOUT = timedelta(minutes=10)
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
+# Gloo sends only what the receiver has announced to receive, and this announcement waits behind the data that
+# is being sent to the sender. So two ranks that send each other much at once would take turns. With pieces of
+# this size both directions are in use.
+PIECE_BYTES = 512 * 2**10
 CHANGED = "The members of the run have changed."
 WAIT_SLICE = timedelta(milliseconds=200)
 # A collective that fails or times out must raise where it is waited for. By default NCCL's watchdog ends the
@@ -197,7 +201,7 @@ class Collectives:
 
         owned: {owner rank: tensor}, with the same keys on all ranks.
         """
-        self.wait([self.start_broadcast(tensor, owner) for owner, tensor in owned.items()])
+        self.wait(self.start_broadcasts(owned).values())
 
     def wait(self, pending: Iterable[Pending]) -> list[Any]:
         """Wait for started collectives and return their results, in order.
@@ -214,47 +218,121 @@ class Collectives:
             tensor, 2 * (n - 1) / n, lambda part: dist.all_reduce(part, op=dist.ReduceOp.SUM, async_op=True)
         )
 
-    def start_reduce(self, tensor: Tensor, owner: int, dtype: torch.dtype | None = None) -> Pending:
-        """Start to add the flat tensors of all other ranks to the tensor of rank `owner`, in place.
+    def start_reduces(self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None) -> Pending:
+        """Start to add, for each owner rank, the flat tensors of all other ranks to its own, in place.
 
-        `wait` completes the sum; the owner adds the tensors in rank order. dtype: the number format in which
-        tensors are sent; None: that of `tensor`. Gloo's reduce is not used because the owner would send data
-        too, and Gloo's gather because it needs twice the memory of the received data.
+        parts: {owner rank: flat tensor}, with the same keys and sizes on all ranks. `wait` completes the sum
+        of which this rank is the owner, and what it sends to others. The owner adds the tensors in rank
+        order. dtype: the number format in which tensors are sent; None: that of `parts`. Gloo's reduce is not
+        used because the owner would send data too, and Gloo's gather because it needs twice the memory of the
+        received data.
         """
-        if self.world_size == 1 or not tensor.numel():
-            return lambda: None
-        size, others = tensor.numel(), [0 if rank == owner else 1 for rank in range(self.world_size)]
-        if self.rank != owner:
-            sent = tensor if dtype is None else tensor.to(dtype)
-            return self.start_exchange(sent, [size * (1 - other) for other in others], [0] * len(others))[1]
-        nothing = tensor.new_empty(0, dtype=dtype or tensor.dtype)
-        table, received = self.start_exchange(nothing, [0] * len(others), [size * other for other in others])
+        return _all([self._start_sum(pieces, dtype) for pieces in self._pieces(parts)])
+
+    def _start_sum(self, pieces: Mapping[int, Tensor], dtype: torch.dtype | None) -> Pending:
+        """Start to add, for each owner rank, the pieces of all other ranks to its own."""
+        first = next(iter(pieces.values()))
+        own = pieces.get(self.rank, first[:0])
+        nothing = first.new_empty(0, dtype=dtype or first.dtype)
+        room = nothing.new_empty((self.world_size - 1) * own.numel())
+        into = list(room.split(own.numel())) if own.numel() else [nothing] * (self.world_size - 1)
+        into.insert(self.rank, nothing)
+        sent = [
+            pieces[rank].to(nothing.dtype) if rank in pieces and rank != self.rank else nothing
+            for rank in range(self.world_size)
+        ]
+        self.bytes_sent += sum(each.numel() * each.element_size() for each in sent)
+        received = self._start_piece(sent, into, room)
 
         def add_up() -> None:
             received()
-            for values in table.view(-1, size):
-                tensor.add_(values)
+            for values in room.view(self.world_size - 1, own.numel()):
+                own.add_(values)
 
         return add_up
 
+    def start_broadcasts(self, parts: Mapping[int, Tensor]) -> dict[int, Pending]:
+        """Start to broadcast the flat tensors of several owner ranks, as `start_broadcast` does for one.
+
+        parts: {owner rank: flat tensor}, with the same keys and sizes on all ranks. Returns {owner rank:
+        pending}. The owner ranks take turns after each piece, so that all directions are in use.
+        """
+        waits: dict[int, list[Pending]] = {owner: [] for owner in parts}
+        for pieces in self._pieces(parts):
+            for owner, piece in pieces.items():
+                waits[owner].append(self.start_broadcast(piece, owner))
+        return {owner: _all(started) for owner, started in waits.items()}
+
+    def _pieces(self, parts: Mapping[int, Tensor]) -> Iterator[dict[int, Tensor]]:
+        """The first pieces of all `parts` together, then the second ones, and so on; nothing with one rank.
+
+        parts: {owner rank: flat tensor}. A part that has ended is missing.
+        """
+        split = {owner: part.split(self._piece_size(part, PIECE_BYTES)) for owner, part in parts.items()}
+        turns = max(map(len, split.values()), default=0) if self.world_size > 1 else 0
+        for turn in range(turns):
+            yield {owner: pieces[turn] for owner, pieces in split.items() if turn < len(pieces)}
+
+    def _piece_size(self, tensor: Tensor, piece_bytes: int) -> int:
+        """The number of values of `tensor` in `piece_bytes` bytes; on a GPU in CHUNK_BYTES."""
+        return max(1, (CHUNK_BYTES if tensor.is_cuda else piece_bytes) // tensor.element_size())
+
     def start_exchange(
-        self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]
+        self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int], largest: int = 0
     ) -> tuple[Tensor, Pending]:
-        """Start to send a piece of the flat `tensor` to each rank, and to receive one from each rank.
+        """Start to send a part of the flat `tensor` to each rank, and to receive one from each rank.
 
         sends, receives: by rank, the number of values sent to that rank and received from it; 0 for this rank
-        itself. `tensor` and the tensor received have the pieces one after another, in rank order. Returns the
-        tuple (received, pending). `self.wait([pending])` fills `received`, a flat tensor.
+        itself. `tensor` and the tensor received have the parts one after another, in rank order. largest: the
+        largest number of values that a rank sends to another one, equal on all ranks: the parts are then sent
+        in pieces, so that both directions are in use; 0 if it is not known. Returns the tuple (received,
+        pending). `self.wait([pending])` fills `received`, a flat tensor.
         """
         received = tensor.new_empty(sum(receives))
         if self.world_size == 1:
             return received, lambda: None
         self.bytes_sent += tensor.numel() * tensor.element_size()
+        if not largest:
+            return received, self._start_all_to_all(tensor, received, sends, receives)
+        sent, into = tensor.split(list(sends)), received.split(list(receives))
+        size, waits = self._piece_size(tensor, PIECE_BYTES), []
+        for start in range(0, largest, size):
+            pieces, rooms = ([part[start : start + size] for part in parts] for parts in (sent, into))
+            waits.append(self._start_piece(pieces, rooms))
+        return received, _all(waits)
+
+    def _start_piece(
+        self, sent: Sequence[Tensor], into: Sequence[Tensor], room: Tensor | None = None
+    ) -> Pending:
+        """Start to send the flat tensor sent[rank] to each rank, and to receive into[rank] from it.
+
+        room: a flat tensor of which `into` has consecutive views; None if it does not.
+        """
+        sends, receives = [each.numel() for each in sent], [each.numel() for each in into]
+        # With two ranks, each has one tensor that is not empty, and nothing is copied.
+        sources, targets = ([each for each in tensors if each.numel()] for tensors in (sent, into))
+        piece = sources[0] if len(sources) == 1 else torch.cat(list(sent))
+        copied = None
+        if room is None:
+            room = targets[0] if len(targets) == 1 else into[0].new_empty(sum(receives))
+            copied = room if len(targets) > 1 else None
+        wait = self._start_all_to_all(piece, room, sends, receives)
+
+        def finish() -> None:
+            wait()
+            if copied is not None:
+                for view, values in zip(into, copied.split(receives), strict=True):
+                    view.copy_(values)
+
+        return finish
+
+    def _start_all_to_all(
+        self, sent: Tensor, received: Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> Pending:
         sizes = list(receives), list(sends)
-        pending = self._launch(
-            lambda part: dist.all_to_all_single(received, part, *sizes, async_op=True), [tensor]
+        return self._launch(
+            lambda part: dist.all_to_all_single(received, part, *sizes, async_op=True), [sent]
         )
-        return received, pending
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         """Start to gather flat tensors of equal length on every rank.
@@ -263,14 +341,16 @@ class Collectives:
         n), which has a row for each rank, in rank order.
         """
         table = tensor.expand(self.world_size, -1).clone()
-        rows = list(table.unbind())
-        pending = self._start(
-            tensor,
-            self.world_size - 1,
-            lambda part: dist.all_gather(rows, part, async_op=True),
-            whole=True,
-        )
-        return table, pending
+
+        def start(rows: Sequence[Tensor], piece: Tensor) -> Pending:
+            return self._start(
+                piece, self.world_size - 1, lambda part: dist.all_gather(list(rows), part, async_op=True)
+            )
+
+        size = self._piece_size(tensor, PIECE_BYTES)
+        rows = zip(*(row.split(size) for row in table), strict=True)
+        waits = [start(each, piece) for each, piece in zip(rows, tensor.split(size), strict=True)]
+        return table, _all(waits)
 
     def start_broadcast(self, tensor: Tensor, owner: int) -> Pending:
         """Start to broadcast the flat tensor of `owner`; the other ranks receive it in place."""
@@ -280,14 +360,11 @@ class Collectives:
             lambda part: dist.broadcast(part, src=owner, async_op=True),
         )
 
-    def _start(
-        self, tensor: Tensor, copies: float, start: Callable[[Tensor], Any], whole: bool = False
-    ) -> Pending:
+    def _start(self, tensor: Tensor, copies: float, start: Callable[[Tensor], Any]) -> Pending:
         if self.world_size == 1 or not tensor.numel():
             return lambda: None
         self.bytes_sent += round(copies * tensor.numel() * tensor.element_size())
-        parts = (tensor,) if whole else tensor.split(max(1, CHUNK_BYTES // tensor.element_size()))
-        return self._launch(start, parts)
+        return self._launch(start, tensor.split(self._piece_size(tensor, CHUNK_BYTES)))
 
     def _launch(self, start: Callable[[Tensor], Any], parts: Iterable[Tensor]) -> Pending:
         with self._peer_errors():
@@ -515,6 +592,16 @@ class Channel:
         except RuntimeError as error:
             raise self._group.peer_lost(error) from None
         return received
+
+
+def _all(waits: Sequence[Pending]) -> Pending:
+    """A function that calls all of `waits`, in order."""
+
+    def wait() -> None:
+        for each in waits:
+            each()
+
+    return wait
 
 
 def broadcast_sends(virtual_rank: int, world_size: int) -> int:

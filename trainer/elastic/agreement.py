@@ -194,9 +194,10 @@ class Coordinator:
         return [each for each in view.members if newer.get(each.number, 0) > each.incarnation]
 
     def postpone(self, members: Iterable[Member], seconds: float) -> float:
-        """Set the delay after which these members may join again when they are left out of a view.
+        """Set how long these members must wait to join again the next time they are left out of a view.
 
-        seconds: how long the other members have waited for them. Returns the delay in seconds.
+        seconds: how long the other members have waited for them. Returns the delay in seconds: SLOW_FACTOR
+        times that.
         """
         self._slow |= {member.number: SLOW_FACTOR * seconds for member in members}
         return SLOW_FACTOR * seconds

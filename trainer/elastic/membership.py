@@ -23,41 +23,22 @@ import torch.distributed as dist
 from trainer.distributed.consistency import Record
 from trainer.distributed.process_group import PeerLost
 from trainer.distributed.rendezvous import JOIN_SECONDS, no_store, open_store, prefix_of
-from trainer.elastic.agreement import (
-    ADDED_RANKS,
-    READY_SECONDS,
-    VIEW_SECONDS,
-    Coordinator,
-    Follower,
-)
+from trainer.elastic.agreement import READY_SECONDS, VIEW_SECONDS, Coordinator, Follower
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import Member, StoreKeys, View
+from trainer.elastic.member_watch import REQUESTS, SUPERSEDED, MemberWatch
 from trainer.elastic.signed import SignedKeys, read_secret
 from trainer.elastic.store_watch import LOST_STORE_SECONDS, StoreWatch
-from trainer.health.diagnosis import EndpointResult
-from trainer.health.endpoint import EndpointAddress, query
 from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final, Retryable
 
-WATCH_SECONDS = 0.25
-LOOK_SECONDS = 2.0  # from one look at all requests to the next, if no rank has made one
-LATE_SECONDS = 2.0  # without a status, which comes every second: the member is queried
-SILENT_SECONDS = 3.0  # without a status: a member that does not answer is lost
-QUERY_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
 CONNECT_SECONDS = 10.0  # for all members of a view to be about to connect
 POLL_SECONDS = 0.02
-REQUESTS = "requests"
 LOST_STORE = (
     f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
     "Its host is off, asleep or cut off, or its rank is frozen."
-)
-LATE = "still computes a step that the others completed more than local_grace seconds ago"
-LONGER = "To wait longer, stop the run and start it with -e local_grace=SECONDS."
-SUPERSEDED = (
-    "The other hosts have elected another coordinator. This host is no longer the coordinator and continues "
-    "under the new one. No action is needed."
 )
 
 
@@ -67,8 +48,6 @@ class Membership:
     view: the newest view (list of members) that has this rank.
     env: the environment of this rank. env.rank is its number, not its rank in the view (see keys.py).
     store: the rendezvous store.
-    send_state: on the coordinator, with sync=local, function that sends the shared state to a rank that has
-        asked for it, over a connection that a store sets up; else None.
     left: event that is set when this member may end.
     """
 
@@ -102,21 +81,12 @@ class Membership:
         self._coordinator: Coordinator | None = None
         self._follower: Follower | None = None
         self._kind = ""  # the device kind of the run
-        self._age: Callable[[int], float | None] = lambda number: None
-        self._late: Callable[[], Collection[int]] = lambda: ()
-        self.send_state: Callable[[dist.Store], None] | None = None
-        self._fetched: set[str] = set()  # tokens of ranks to which the shared state was sent
-        self._broken = 0, ""  # the last generation whose members no longer wait for each other, and why
+        self._watch = MemberWatch(env, self._keys, log, end_process, candidacy)
         self._uses_store = False  # whether the training thread uses the store, and may wait for it for ever
-        self._suspects: set[tuple[int, int]] = set()  # number and incarnation of members that may be lost
-        # Since when the members wait for which new ones.
-        self._joining: tuple[float, Collection[Member]] = 0.0, ()
-        self._looked = -math.inf, (0, 0)  # time of the last look at all requests; their number, the view
-        self._wanted = False  # whether a member leaves or a rank asks to join
         self._leaving = threading.Event()
         self.left = threading.Event()  # set when this member may end
-        self._stopped = threading.Event()
-        self._store_watch = None if env.is_coordinator else StoreWatch(env, self._lose_store, self._stopped)
+        stopped = self._watch.stopped
+        self._store_watch = None if env.is_coordinator else StoreWatch(env, self._lose_store, stopped)
 
     def _open_keys(self, secret: bytes, run_id: str) -> SignedKeys:
         """The signed keys of this rank. Raises RunEnd if it may not take part."""
@@ -136,17 +106,19 @@ class Membership:
     def join(self, record: Record, min_hosts: int, is_loading: Callable[[int], bool], kind: str = "") -> View:
         """Become a member of the next view; returns the view.
 
-        The coordinator first waits for the other ranks. record: the consistency record of this rank.
-        min_hosts: the setting of this name; with elections, their quorum is used instead. is_loading: returns
-        whether the rank with this number still loads. kind: "cpu" on a coordinator that continues the run
-        from its memory; else "". Raises RunEnd if this rank cannot become a member.
+        The coordinator waits for the other ranks and proposes the view. Any other rank asks to join, and
+        waits until it is admitted. record: the consistency record of this rank. min_hosts: the setting of
+        this name; with elections, their quorum is used instead. is_loading: returns whether the rank with
+        this number still loads. kind: the device kind of the run if it is decided already: "cpu" on a
+        coordinator that continues a run from the state in its memory; else "". Raises RunEnd if this rank
+        cannot become a member.
         """
         number = self.env.rank
         me = Member(number, self._keys.add(f"incarnation/{number}", 1), record)
         if self.env.is_coordinator:
             candidacy, self._kind = self._candidacy, kind
             needed = candidacy.quorum if candidacy else min_hosts
-            self._coordinator = Coordinator(
+            self._coordinator = self._watch.coordinator = Coordinator(
                 self._keys,
                 me,
                 self.env.world_size,
@@ -161,6 +133,7 @@ class Membership:
             self._follower.ask()
             self._keys.add(REQUESTS, 1)
             self.view = self._guard(lambda follower: follower.follow(0, None))
+        self._watch.view = self.view
         return self.view
 
     def fetch(self) -> dist.Store | None:
@@ -196,14 +169,14 @@ class Membership:
                 raise Retryable(SUPERSEDED)
             self.end_join()
             numbers = None if leaving is None else [before.numbers[rank] for rank in leaving]
-            self.view = self._coordinator.next_view(view, self._is_dead, seconds, numbers)
-            self._joining = time.monotonic(), _additional(self.view, before)
+            self.view = self._coordinator.next_view(view, self._watch.is_dead, seconds, numbers)
+            self._watch.begin_join(_additional(self.view, before))
         else:
             self._guard(lambda follower: follower.ready(before.generation))
             self.view = self._guard(
                 lambda follower: follower.follow(before.generation, seconds + VIEW_SECONDS)
             )
-        self._wanted = False
+        self._watch.view, self._watch.wants_change = self.view, False
         self._report(before)
         return self.view
 
@@ -226,7 +199,7 @@ class Membership:
     @property
     def is_superseded(self) -> bool:
         """On the coordinator, whether other hosts have elected another one."""
-        return bool(self._coordinator and self._candidacy and self._candidacy.newer_term)
+        return self._watch.is_superseded
 
     def wait_to_connect(self) -> None:
         """Wait until all members of the view are about to connect to each other, CONNECT_SECONDS at most.
@@ -254,13 +227,13 @@ class Membership:
 
     def break_off(self, reason: str) -> None:
         """Announce to the other members that this rank no longer waits for them. reason: why, a sentence."""
-        self._break(self.view, reason)
+        self._watch.break_off(self.view, reason)
         with contextlib.suppress(RuntimeError, Retryable), self._using_store():
             self._keys.set(f"broken/{self.view.generation}", self.interruption())
 
     def end_join(self) -> None:
         """Stop measuring how long the members wait for new members: the new members can train now."""
-        self._joining = 0.0, ()
+        self._watch.end_join()
 
     def why_broken_off(self) -> str:
         """The reason for which a member called `break_off` in the current view; "" if none did."""
@@ -324,8 +297,7 @@ class Membership:
 
     def interruption(self) -> str:
         """Why the members no longer wait for each other, a sentence; "" while they do."""
-        generation, reason = self._broken
-        return reason if generation == self.view.generation else ""
+        return self._watch.interruption(self.view)
 
     @property
     def wants_change(self) -> bool:
@@ -333,7 +305,7 @@ class Membership:
 
         True if a rank asks to join or leave, this rank ends, or the hosts have elected another coordinator.
         """
-        return self._wanted or self._leaving.is_set() or self.is_superseded
+        return self._watch.wants_change or self._leaving.is_set() or self.is_superseded
 
     @property
     def is_leaving(self) -> bool:
@@ -363,49 +335,28 @@ class Membership:
             return self.left.wait(seconds)
         return False
 
-    # -- the thread that watches -----------------------------------------------------------------------
+    # -- the watch -------------------------------------------------------------------------------------
 
     def watch(
         self,
         age: Callable[[int], float | None],
         late: Callable[[], Collection[int]] = lambda: (),
         join_grace: float = math.inf,
+        send_state: Callable[[dist.Store], None] | None = None,
     ) -> None:
         """Start the thread that finds lost members and ranks that ask to join or leave.
 
-        age: returns the seconds since the last run status of the rank with this number; None before its first
-        run status. late: returns the numbers of the ranks for which the others no longer wait. join_grace:
-        seconds after which they no longer wait for a rank that joins.
+        age, late, join_grace: as for MemberWatch.start. send_state: as in MemberWatch.
         """
-        self._age, self._late, self._join_grace = age, late, join_grace
-        threading.Thread(target=self._watch, name="membership", daemon=True).start()
+        self._watch.send_state = send_state
+        self._watch.start(age, late, join_grace)
 
     def stop(self) -> None:
         """Stop the threads that watch the members and the store.
 
         A thread that waits for the store may remain.
         """
-        self._stopped.set()
-        self.send_state = None
-
-    def _watch(self) -> None:
-        keys = None
-        while not self._stopped.wait(WATCH_SECONDS):
-            view = self.view
-            try:
-                if keys is None:
-                    keys = self._keys.over(StoreKeys(open_store(self.env, seconds=LOST_STORE_SECONDS / 2)))
-                if broken := keys.get(f"broken/{view.generation}"):
-                    self._break(view, broken)
-                if self._coordinator:
-                    has_requests = self._has_requests(view, keys)
-                    self._look(view, self._coordinator, has_requests)
-                    if has_requests:
-                        self._serve(view, keys)
-                    if self.is_superseded:
-                        self._break(view, SUPERSEDED)
-            except RuntimeError:
-                keys = None
+        self._watch.stop()
 
     def _lose_store(self) -> None:
         """End the waits for other members, because the store does not answer.
@@ -413,105 +364,9 @@ class Membership:
         Ends this process if its training thread waits for the store, or if this rank is no member yet.
         """
         if hasattr(self, "view"):
-            self._break(self.view, LOST_STORE)
+            self._watch.break_off(self.view, LOST_STORE)
         if self._uses_store or not hasattr(self, "view"):
             self._end_process(Retryable(LOST_STORE))
-
-    def _has_requests(self, view: View, keys: SignedKeys) -> bool:
-        """On the coordinator, whether to read the requests of all ranks now.
-
-        True if a rank has made a request, if the view is new, or if the last look was LOOK_SECONDS ago. To
-        read them each time would take 1 % of a core: there is a key for each rank and request.
-        """
-        now, found = time.monotonic(), (keys.add(REQUESTS, 0), view.generation)
-        is_due = now - self._looked[0] >= LOOK_SECONDS or self._looked[1] != found
-        if is_due:
-            self._looked = now, found
-        return is_due
-
-    def _look(self, view: View, coordinator: Coordinator, has_requests: bool) -> None:
-        """On the coordinator, look for members that are lost or leave, and for ranks that ask to join."""
-        replaced = coordinator.replaced(view) if has_requests else []
-        silent = [member for member in view.members if self._is_silent(member)]
-        numbers = self._late()
-        late = [member for member in view.members if member.number in numbers]
-        others = [*replaced, *silent, *late]
-        suffices = coordinator.suffices(member for member in view.members if member not in others)
-        if self.env.rank in numbers and suffices and self._candidacy:
-            self._end_process(Retryable(f"This rank {LATE}, so they elect another coordinator. {LONGER}"))
-        if self.env.rank in numbers or not suffices:
-            late = []  # the run could not continue without them
-        for members, why in (
-            (replaced, "has started again."),
-            (silent, "sends no status, and its health endpoint does not answer."),
-            (late, f"{LATE}, so they continue without it. {LONGER}"),
-            self._slow_joiners(coordinator),
-        ):
-            if members:
-                self._suspects |= {(member.number, member.incarnation) for member in members}
-                self._break(view, f"{', '.join(map(str, members))} {why}")
-        if has_requests:
-            self._wanted = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
-
-    def _slow_joiners(self, coordinator: Coordinator) -> tuple[Collection[Member], str]:
-        """The new members for which the others have waited longer than join_grace, and a reason as text."""
-        began, joining = self._joining
-        waited = time.monotonic() - began
-        if not joining or waited <= self._join_grace:
-            return (), ""
-        minutes = coordinator.postpone(joining, waited) / 60
-        return joining, (
-            f"has not received the state of the run within {waited:.0f} s (join_grace), while the others "
-            "waited: its link is slow, or its host is busy. They continue without it, and it may join again "
-            f"in {minutes:.0f} min. To give it longer, stop the run and start it with -e join_grace=SECONDS."
-        )
-
-    def _serve(self, view: View, keys: SignedKeys) -> None:
-        """On the coordinator, start to send the shared state to ranks that have asked for it."""
-        if self.send_state is None:
-            return
-        for number in set(range(self.env.world_size + ADDED_RANKS)) - set(view.numbers):
-            token = keys.get(f"fetch/{number}")
-            if token and token not in self._fetched:
-                self._fetched.add(token)
-                threading.Thread(
-                    target=self._send_to, args=(number, token), name="fetch", daemon=True
-                ).start()
-
-    def _send_to(self, number: int, token: str) -> None:
-        try:
-            store = open_store(self.env, seconds=LOST_STORE_SECONDS / 2)
-            if self.send_state:
-                self.send_state(dist.PrefixStore(f"fetch/{token}", store))
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            text = (
-                f"The shared state could not be sent to rank {number} in advance ({reason}). The rank "
-                "receives it when it joins, and the other ranks wait meanwhile. No action is needed."
-            )
-            self._log.warning(text, extra=fields("fetch", rank=number))
-
-    def _break(self, view: View, reason: str) -> None:
-        """End the waits of the main thread, if `view` is the current one."""
-        if self._broken[0] < view.generation:
-            self._broken = view.generation, reason
-
-    def _is_silent(self, member: Member) -> bool:
-        if member.number == self.env.rank or (self._age(member.number) or 0.0) < LATE_SECONDS:
-            return False
-        result = self._query(member)
-        age = self._age(member.number) or 0.0  # a status may have arrived meanwhile
-        is_silent = age >= SILENT_SECONDS and result != EndpointResult.ANSWERS
-        return is_silent or (result == EndpointResult.REFUSES and age >= LATE_SECONDS)
-
-    def _is_dead(self, member: Member) -> bool:
-        """Whether a member cannot be ready: it is suspected or silent, or its health endpoint refuses."""
-        suspected = (member.number, member.incarnation) in self._suspects
-        return suspected or self._is_silent(member) or self._query(member) == EndpointResult.REFUSES
-
-    def _query(self, member: Member) -> EndpointResult:
-        address = EndpointAddress.parse(member.record.endpoint)
-        return query(address, False, QUERY_SECONDS).result if address else EndpointResult.UNKNOWN
 
 
 def _additional(view: View, other: View) -> list[Member]:

@@ -262,8 +262,9 @@ def _exchange(
         sent = [place[each == rank] for each in sources]
         received = [(sources[rank] == source).nonzero().flatten() for source in range(len(offers))]
         flat = values if mine is None else mine[torch.cat(sent)].flatten()
-        sizes = ([len(each) * width for each in parts] for parts in (sent, received))
-        values, pending = group.start_exchange(flat, *sizes)
+        sends, receives = ([len(each) * width for each in parts] for parts in (sent, received))
+        largest = max(int((sources == source).sum(dim=1).max()) for source in range(len(offers)))
+        values, pending = group.start_exchange(flat, sends, receives, largest * width)
         rows = torch.cat(received)
 
     def finish() -> Tensor | None:

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -194,10 +195,10 @@ class ElasticTrainer(Trainer):
         watchdog, grace = self.watchdog, self.config.local_grace
         late = (lambda: watchdog.delaying(grace)) if self._is_local else (lambda: [])
         self.checkpoint_writer.copies_last = self._is_local  # its tensors change if the run continues
+        send_state = None
         if isinstance(self.sync, Local) and self.env.is_coordinator:
-            sync, optimizer = self.sync, self.optimizer
-            self.membership.send_state = lambda store: prefetch.send_state(store, sync, optimizer)
-        self.membership.watch(watchdog.status_age, late, self.config.join_grace)
+            send_state = partial(prefetch.send_state, sync=self.sync, optimizer=self.optimizer)
+        self.membership.watch(watchdog.status_age, late, self.config.join_grace, send_state)
 
     def _begin(self) -> None:
         super()._begin()

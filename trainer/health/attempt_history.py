@@ -39,7 +39,7 @@ def history(run_dir: Path) -> list[Line]:
     """The lines of attempts.jsonl in a run directory, the oldest first; damaged lines are left out.
 
     A line is a dict with the keys KEYS (outcome, reason, step and others), settled (whether no attempt
-    follows), alone (see OutcomeRecord), began (Unix time) and `requested` (whether a person requested the
+    follows), transfer (see OutcomeRecord), began (Unix time) and `requested` (whether a person requested the
     attempt). The line of an attempt that left no outcome has only some of these keys.
     """
     try:
@@ -120,7 +120,7 @@ def end(run_dir: Path, outcome: Line) -> None:
 
     outcome: content of the attempt's outcome.json. Raises OSError if a file cannot be written.
     """
-    line = {name: outcome.get(name) for name in (*KEYS, "settled", "alone")}
+    line = {name: outcome.get(name) for name in (*KEYS, "settled", "transfer")}
     _add(run_dir, line | _start_of(_load(run_dir / RUNNING)))
     (run_dir / RUNNING).unlink(missing_ok=True)
 

@@ -70,14 +70,14 @@ class OutcomeRecord(RunFigures):
     first_loss: loss of the first step of the run.
     checkpoint: path of the newest checkpoint, relative to the run directory.
     sample: the last generated text.
-    alone: if the run is transferred to one host, a dict with host, seconds, together and table (see
+    transfer: if the run is transferred to one host, a dict with host, seconds, together and table (see
         TransferToHost in trainer/outcome.py); else None.
     """
 
     first_loss: float | None = None
     checkpoint: str | None = None
     sample: str | None = None
-    alone: dict[str, Any] | None = None
+    transfer: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)

@@ -26,7 +26,6 @@ from trainer.sync.buckets import assign_owners
 from trainer.sync.compressor import make_compressor
 from trainer.sync.fragment import TAIL_STEPS, Outer
 
-BACKWARD = 2 / 3  # the part of the seconds of forward and backward that is backward
 BETTER = 0.03  # the part of a step by which a mode must be faster than those listed before it
 TIMES = (1, 4, 16)  # multiples of the batch in the table
 LARGEST = 64  # the largest multiple of the batch that `pays_from` tries
@@ -55,6 +54,14 @@ class StepWork:
     micro_batch: int
     active: Callable[[int], int]
     value_bytes: int = 4
+
+    @property
+    def backward(self) -> float:
+        """The part of the FLOPs of forward and backward that is backward, estimated from the parameters.
+
+        Backward of lm_head is part of the forward phase: the loss computes the gradients with its value.
+        """
+        return 2 / 3 * self.matrices / (self.matrices + self.others)
 
 
 def _check(mode: str) -> None:
@@ -155,7 +162,7 @@ class CostModel:
             for speed, share in zip(self.speeds, shares, strict=True)
         )
         # The last micro-batch's backward and the optimizer overlap with transfers, and are slowed by them.
-        hidden = min(wire, BACKWARD * last + muon)
+        hidden = min(wire, self.work.backward * last + muon)
         slowed = hidden / wire * sent * self.link.delay
         return compute + slowed + wire - hidden + muon + adamw / len(self.speeds)
 
@@ -229,19 +236,22 @@ def render_predictions(model: CostModel, rows: int, sequence_len: int, gpus: Map
 class Prediction:
     """The predicted seconds of a step of a run.
 
-    sync: the sync mode of the run. step_seconds: seconds of a step on all ranks in that mode. alone: name of
-    the rank that is fastest by itself. alone_seconds: seconds of a step on that rank alone.
+    sync: the sync mode of the run. step_seconds: seconds of a step on all ranks in that mode. baseline: name
+    of the rank that is fastest by itself. baseline_seconds: seconds of a step on that rank by itself.
     """
 
     sync: str
     step_seconds: float
-    alone_seconds: float
-    alone: str
+    baseline_seconds: float
+    baseline: str
 
     @classmethod
     def load(cls, saved: Mapping[str, Any] | None) -> Prediction | None:
         """The prediction in `saved`, a dict of its fields; None if `saved` is empty or None."""
-        return cls(**saved) if saved else None
+        if not saved:
+            return None
+        renamed = {"alone": "baseline", "alone_seconds": "baseline_seconds"}  # as older checkpoints have them
+        return cls(**{renamed.get(name, name): value for name, value in saved.items()})
 
     def against(self, seconds: float) -> str:
         """The sentence that compares the prediction with the measured `seconds` of a step.

@@ -3,7 +3,7 @@
     measured = measure_all(group, model, optimizer, ...)       # of all ranks, equal on every rank
     placement, lines = decide(measured, names, plan, work, config, by_speed, obstacles)
     placement = broadcast_placement(group, placement)          # every rank gets the placement of rank 0
-    if placement.alone: ...                                    # the run moves to one host
+    if placement.faster_host: ...                              # the run moves to one host
 
 When a run trains, speeds are measured only if `shares` or `sync` is auto. A run that resumes on the hosts of
 its checkpoint measures nothing and keeps its placement, so that it resumes bitwise.
@@ -39,7 +39,14 @@ from trainer.placement.cost_model import (
     render_predictions,
     warn_of_baseline,
 )
-from trainer.placement.microbenchmark import Link, Speed, measure_link, measure_speed, slowest_link
+from trainer.placement.microbenchmark import (
+    Link,
+    Speed,
+    measure_delay,
+    measure_link,
+    measure_speed,
+    slowest_link,
+)
 from trainer.placement.single_host import FasterHost, find_faster_host, measure_gpu
 from trainer.run_plan import Plan
 from trainer.sync.fragment import Outer
@@ -55,15 +62,15 @@ class Placement:
     shares: rows of a step, by rank.
     owner_speeds: relative speed of each rank at the updates of Muon; empty: all equal.
     prediction: the predicted seconds of a step; None if nothing was measured.
-    alone: the rank whose GPU is faster than all ranks together, to whose host the run moves; None if there is
-        no such rank.
+    faster_host: the rank whose GPU is faster than all ranks together, to whose host the run moves; None if
+        there is no such rank.
     """
 
     sync: str
     shares: tuple[int, ...]
     owner_speeds: tuple[float, ...] = ()
     prediction: Prediction | None = None
-    alone: FasterHost | None = None
+    faster_host: FasterHost | None = None
 
     def saved(self) -> dict[str, Any]:
         """The placement as JSON values, for checkpoints and the other ranks: a dict of its fields."""
@@ -77,7 +84,7 @@ class Placement:
             tuple(saved["shares"]),
             tuple(saved.get("owner_speeds", ())),
             Prediction.load(saved.get("prediction")),
-            FasterHost(**saved["alone"]) if saved.get("alone") else None,
+            FasterHost(**saved["faster_host"]) if saved.get("faster_host") else None,
         )
 
     def tags(self) -> dict[str, str]:
@@ -139,6 +146,8 @@ def measure_all(
     order. All ranks measure at the same time, because ranks of one host also share its processors in a step.
     """
     link = measure_link(group, numerics.device)
+    if link and numerics.device.type == "cpu":
+        link = replace(link, delay=measure_delay(group))
     speed = measure_speed(model, optimizer, batch_size)
     on_gpu = measure_gpu(gpu, model, batch_size) if gpu else None
     mine = asdict(RankMeasurements(speed, link, on_gpu, gpu is not None and on_gpu is None))
@@ -206,8 +215,8 @@ def decide(
     by_speed: whether the rows are split by speed.
     obstacles: {rank: why the run cannot move to its host}; a rank to whose host the run can move is missing.
     Muon's matrices are assigned to owner ranks by speed if `by_speed` is True or sync is auto. If the GPU of
-    one rank is faster than all ranks together and there is no obstacle, the field `alone` of the placement
-    names that rank.
+    one rank is faster than all ranks together and there is no obstacle, the field `faster_host` of the
+    placement names that rank.
     """
     rows, length = plan.rows_per_step, plan.model.sequence_len
     speeds = [one.speed for one in measured]
@@ -232,7 +241,7 @@ def decide(
     elif mode in modes and mode != best:
         seconds = cost_model.step(best, rows, shares)
         lines.append(f"sync=auto would select {best}, with a predicted {seconds:.3g} s a step")
-    alone_seconds, rank = cost_model.single_host(rows)
+    baseline_seconds, rank = cost_model.single_host(rows)
     lines.append(
         render_predictions(cost_model, rows, length, {names[rank]: gpu for rank, gpu in gpus.items()})
     )
@@ -245,7 +254,7 @@ def decide(
         for name, one in zip(names, measured, strict=True)
         if one.gpu_too_small
     ]
-    prediction = Prediction(mode, round(step, 4), round(alone_seconds, 4), names[rank])
+    prediction = Prediction(mode, round(step, 4), round(baseline_seconds, 4), names[rank])
     owners = relative_speeds([speed.muon for speed in speeds]) if by_speed or config.sync == "auto" else ()
     placement = Placement(mode, tuple(shares), tuple(owners), prediction, faster_host if transfers else None)
     return placement, [line for line in lines if line]

@@ -154,8 +154,7 @@ def measure_link(group: Collectives, device: torch.device) -> Link | None:
     """Measure latency with short all-reduces and bandwidth with a long one; returns None with one rank.
 
     All ranks of `group` must call it. device: device of the tensors. The bandwidth is a mean over the ranks;
-    latency and delay are those of this rank. The delay is the CPU time of the long all-reduce, divided by the
-    threads that compute; it is 0 on a GPU.
+    the latency is that of this rank. The delay is not measured (see `measure_delay`).
     """
     if group.world_size == 1:
         return None
@@ -168,15 +167,24 @@ def measure_link(group: Collectives, device: torch.device) -> Link | None:
     latency = (time.monotonic() - began) / SHORT_MESSAGES
     for size in LINK_BYTES:
         payload = torch.zeros(size // 4, device=device)
-        began, cpu_began = time.monotonic(), time.process_time()
+        began = time.monotonic()
         group.all_reduce([payload])
         _synchronize(device)
-        cpu_seconds = time.process_time() - cpu_began
         seconds = torch.tensor([time.monotonic() - began], dtype=torch.float64)
         group.all_reduce([seconds])  # so that all ranks continue, or none
         mean = seconds.item() / n
         if mean > LINK_SECONDS:
             break
-    sent = 2 * (n - 1) / n * size
-    delay = 0.0 if device.type == "cuda" else cpu_seconds / torch.get_num_threads() / sent
-    return Link(sent / mean, latency, delay)
+    return Link(2 * (n - 1) / n * size / mean, latency)
+
+
+def measure_delay(group: Collectives) -> float:
+    """Measure the delay of a Link: CPU seconds of a sent byte, divided by the threads that compute.
+
+    All ranks of `group`, two at least, must call it. They send as in sync=exact.
+    """
+    parts = dict(enumerate(torch.zeros(LINK_BYTES[0] // 4).tensor_split(group.world_size)))
+    sent_before, began = group.bytes_sent, time.process_time()
+    group.wait([group.start_reduces(parts)])
+    group.broadcast_owned(parts)
+    return (time.process_time() - began) / torch.get_num_threads() / (group.bytes_sent - sent_before)

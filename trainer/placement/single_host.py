@@ -1,7 +1,7 @@
 """The transfer of a run to one host whose GPU is faster than all ranks on their CPUs.
 
 speed = measure_gpu(numerics, model, batch_size)              # on the rank that has a GPU
-alone = find_faster_host({1: speed}, rows, step, obstacles)   # equal on every rank
+faster = find_faster_host({1: speed}, rows, step, obstacles)  # equal on every rank
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class FasterHost:
         """
         host = peers[self.rank].host
         sentence = (
-            f"{self.sentence(names)} train.yml transfers the run to {host}; by hand, start it on {host} "
-            "alone. To train on all hosts, set sync to another mode than auto."
+            f"{self.sentence(names)} train.yml transfers the run to {host}; without the playbooks, start it "
+            f"on {host} only. To train on all hosts instead, choose another mode than auto: -e sync=exact, "
+            "without the playbooks --sync exact."
         )
         return TransferToHost(sentence, host, self.seconds, self.together, "\n".join(table))
 

@@ -33,9 +33,8 @@ class Dense(OwnerMode):
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         """All-reduce the AdamW gradients, reduce those of Muon to their owner ranks, divide by `tokens`."""
-        works = [self._group.start_all_reduce(self._replicated_gradients)]
-        works += [self._group.start_reduce(part, owner) for owner, part in self._owned_gradients.items()]
-        self._group.wait(works)  # started together, to use both directions of the connection
+        replicated = self._group.start_all_reduce(self._replicated_gradients)
+        self._group.wait([replicated, self._group.start_reduces(self._owned_gradients)])
         self._replicated_gradients.div_(tokens)
         if self._group.rank in self._owned_gradients:
             self._owned_gradients[self._group.rank].div_(tokens)

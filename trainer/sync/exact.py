@@ -28,24 +28,28 @@ from trainer.sync.row_shards import BLOCK_ROWS, RowShards
 LAYERS_BEHIND = 2  # optimizer steps behind the gradients that are sent: the sums have arrived by then
 
 
+def nothing_pending() -> None:
+    """The transfer of a bucket while there is none."""
+
+
 @dataclass
 class Bucket:
-    """Gradients that are sent together: those of lm_head, or of the matrices of one layer and owner rank.
+    """Gradients that are sent together: those of lm_head, or of the matrices of one layer.
 
     parameters: the parameters of the bucket.
-    gradients: flat tensor; the gradient of each parameter is a view of it.
-    owner: the rank that owns the matrices; None for lm_head, whose rows have several owner ranks.
-    weights: flat tensor that shares its memory with the parameters.
+    gradients: {owner rank: flat tensor}; the gradients of the parameters are views of these tensors.
+    weights: {owner rank: flat tensor} that share their memory with the parameters.
+    owned: the matrices that this rank owns; none of lm_head, whose rows are divided among the ranks.
     unfinished: the number of parameters whose gradients the last backward has not finished yet.
-    pending: transfers that are in flight.
+    pending: the transfer of the gradients.
     """
 
     parameters: list[nn.Parameter]
-    gradients: Tensor
-    owner: int | None = None
-    weights: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradients: dict[int, Tensor]
+    weights: dict[int, Tensor]
+    owned: list[nn.Parameter] = field(default_factory=list)
     unfinished: int = 0
-    pending: list[Pending] = field(default_factory=list)
+    pending: Pending = nothing_pending
 
 
 class Exact(OwnerMode):
@@ -70,9 +74,10 @@ class Exact(OwnerMode):
         replicated = [p for p in self._replicated if not any(p is table for table in tables)]
         large = max(replicated, key=nn.Parameter.numel)  # lm_head
         small = [p for p in replicated if p is not large]
-        self._head = Bucket([large], flatten_gradients([large]), weights=large.detach().view(-1))
         self._head_name = next(name for name, p in model.named_parameters() if p is large)
         self._head_rows = self._split_head(large)
+        gradients, weights = flatten_gradients([large]), large.detach().view(-1)
+        self._head = Bucket([large], self._parts_of_head(gradients), self._parts_of_head(weights))
         self._small = flatten_gradients(small)
         self._layers = self._make_layers(model)
         self._buckets = [self._head, *self._layers]
@@ -81,25 +86,26 @@ class Exact(OwnerMode):
             p.register_post_accumulate_grad_hook(self._hook())
         self._next = len(self._buckets)  # the first bucket that is not sent; none may be sent yet
         self._n_stepped = 0  # buckets that are stepped, or whose owner rank steps them
-        behind = LAYERS_BEHIND * group.world_size if large.device.type != "cuda" else len(self._buckets)
-        self._behind = behind  # buckets that are sent before a bucket is stepped
+        # Buckets that are sent before a bucket is stepped.
+        self._behind = LAYERS_BEHIND if large.device.type != "cuda" else len(self._buckets)
         self._broadcasts: list[Pending] = []
 
     def _make_layers(self, model: nn.Module) -> list[Bucket]:
-        """One bucket for each layer and owner rank, in the order in which backward finishes them."""
-        layer_of = {p: name.split(".")[2] for name, p in model.named_parameters() if ".h." in name}
-        buckets: dict[tuple[int, int], Bucket] = {}
+        """One bucket for each layer, in the order in which backward finishes them."""
+        layer_of = {p: int(name.split(".")[2]) for name, p in model.named_parameters() if ".h." in name}
+        buckets = {layer: Bucket([], {}, {}) for layer in sorted(set(layer_of.values()), reverse=True)}
         for owner, part in self._parts.items():
-            if not part:
-                continue
-            gradients, weights = flatten_gradients(part), flatten_weights(part)
-            start = 0
-            for layer in dict.fromkeys(layer_of[p] for p in part):
+            for layer, bucket in buckets.items():
                 own = [p for p in part if layer_of[p] == layer]
-                end = start + sum(p.numel() for p in own)
-                buckets[int(layer), owner] = Bucket(own, gradients[start:end], owner, weights[start:end])
-                start = end
-        return [buckets[key] for key in sorted(buckets, key=lambda key: (-key[0], key[1]))]
+                if own:
+                    bucket.parameters += own
+                    bucket.gradients[owner], bucket.weights[owner] = (
+                        flatten_gradients(own),
+                        flatten_weights(own),
+                    )
+                if owner == self._group.rank:
+                    bucket.owned = own
+        return list(buckets.values())
 
     def _split_head(self, head: nn.Parameter) -> list[slice]:
         """Divide the rows of lm_head among the ranks; returns the rows of each rank, in rank order.
@@ -130,7 +136,8 @@ class Exact(OwnerMode):
         self._rows.begin_step(by_rank or [active])
         self._small.zero_()
         for bucket in self._buckets:
-            bucket.gradients.zero_()
+            for gradients in bucket.gradients.values():
+                gradients.zero_()
 
     @contextmanager
     def last_backward(self, tokens: int) -> Iterator[None]:
@@ -167,9 +174,7 @@ class Exact(OwnerMode):
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        bucket.pending = (
-            self._send_head() if bucket.owner is None else [self._send_layer(bucket, bucket.owner)]
-        )
+        bucket.pending = self._start_reduces(bucket)
         if self._next - self._n_stepped > self._behind:
             with self.optimizing():
                 self._step_next()
@@ -178,7 +183,7 @@ class Exact(OwnerMode):
         """Step the next bucket, in the order of sending, and start the broadcast of its weights."""
         bucket = self._buckets[self._n_stepped]
         self._n_stepped += 1
-        self._broadcasts += self._step_head() if bucket.owner is None else [self._step_layer(bucket)]
+        self._broadcasts += self._step_head() if bucket is self._head else self._step_layer(bucket)
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         """Start to reduce the gradients of small parameters and active rows. `step` waits for all sums."""
@@ -197,8 +202,8 @@ class Exact(OwnerMode):
         self._optimizer.step_adamw()
 
     def broadcast(self) -> None:
-        for bucket in self._layers:
-            self._group.wait(bucket.pending)
+        for bucket in self._buckets:
+            self._finish_reduces(bucket)
         self._group.wait(self._broadcasts)
 
     @contextmanager
@@ -213,45 +218,48 @@ class Exact(OwnerMode):
             self._is_fresh = True
         yield
 
-    # -- lm_head ---------------------------------------------------------------------------------------
+    # -- buckets ---------------------------------------------------------------------------------------
 
-    def _send_head(self) -> list[Pending]:
-        """Start to reduce the gradients of lm_head, those of each row to its owner rank."""
-        parts = self._parts_of_head(self._head.gradients)
-        return [self._group.start_reduce(part, owner) for owner, part in enumerate(parts)]
+    def _start_reduces(self, bucket: Bucket) -> Pending:
+        """Start to reduce the gradients of a bucket to their owner ranks."""
+        return self._group.start_reduces(bucket.gradients)
+
+    def _finish_own(self, bucket: Bucket) -> Tensor | None:
+        """Wait for the sums of which this rank is the owner, and divide them by the tokens of the step.
+
+        Returns them as a flat tensor; None if this rank owns nothing of the bucket.
+        """
+        rank = self._group.rank
+        if rank not in bucket.gradients:
+            return None
+        self._finish_reduces(bucket)
+        return bucket.gradients[rank].div_(self._tokens)
+
+    def _finish_reduces(self, bucket: Bucket) -> None:
+        """Wait until this rank has its sums of a bucket, and has sent its gradients to other owner ranks."""
+        self._group.wait([bucket.pending])
+        bucket.pending = nothing_pending
+
+    def _step_layer(self, bucket: Bucket) -> list[Pending]:
+        """Step the matrices of a layer that this rank owns; start the broadcasts of all its matrices."""
+        if self._finish_own(bucket) is not None:
+            self._optimizer.step_muon(bucket.owned)
+        return list(self._group.start_broadcasts(bucket.weights).values())
 
     def _step_head(self) -> list[Pending]:
         """Step this rank's rows of lm_head; start the broadcasts of all rows."""
-        self._group.wait(self._head.pending)
-        [head], rank = self._head.parameters, self._group.rank
-        gradients = self._parts_of_head(self._head.gradients)[rank].div_(self._tokens)
-        self._optimizer.step_rows(head, gradients.view(-1, head.size(1)))
-        weights = self._parts_of_head(self._head.weights)
-        return [self._group.start_broadcast(part, owner) for owner, part in enumerate(weights)]
+        [head] = self._head.parameters
+        gradients = self._finish_own(self._head)
+        if gradients is not None:
+            self._optimizer.step_rows(head, gradients.view(-1, head.size(1)))
+        return list(self._group.start_broadcasts(self._head.weights).values())
 
     def _finish_head(self) -> None:
         """Does nothing. Fast, in which all ranks step lm_head, completes the gradients of lm_head here."""
 
-    def _parts_of_head(self, flat: Tensor) -> list[Tensor]:
-        """Views of the part of each owner rank, in rank order. flat: a flat tensor of lm_head's size."""
-        width = self._head.parameters[0].size(1)
-        return [flat[rows.start * width : rows.stop * width] for rows in self._head_rows]
-
-    # -- layers ----------------------------------------------------------------------------------------
-
-    def _send_layer(self, bucket: Bucket, owner: int) -> Pending:
-        """Start to reduce the gradients of a bucket of matrices to their owner rank."""
-        return self._group.start_reduce(bucket.gradients, owner)
-
-    def _finish_bucket(self, bucket: Bucket) -> None:
-        """Wait for the sums of a bucket, and divide them by the tokens of the step."""
-        self._group.wait(bucket.pending)
-        bucket.gradients.div_(self._tokens)
-
-    def _step_layer(self, bucket: Bucket) -> Pending:
-        """On the owner rank, step the matrices of a bucket; start the broadcast of the result."""
-        assert bucket.owner is not None
-        if bucket.owner == self._group.rank:
-            self._finish_bucket(bucket)
-            self._optimizer.step_muon(bucket.parameters)
-        return self._group.start_broadcast(bucket.weights, bucket.owner)
+    def _parts_of_head(self, flat: Tensor) -> dict[int, Tensor]:
+        """{rank: view of the part whose sum it computes}. flat: a flat tensor of lm_head's size."""
+        width = flat.numel() // self._head_rows[-1].stop
+        return {
+            rank: flat[rows.start * width : rows.stop * width] for rank, rows in enumerate(self._head_rows)
+        }

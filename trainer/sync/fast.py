@@ -30,53 +30,44 @@ class Fast(Exact):
     def _split_head(self, head: nn.Parameter) -> list[slice]:
         return []
 
-    def _send_head(self) -> list[Pending]:
-        """Start to all-reduce the gradients of lm_head: each rank sums one part, then broadcasts it rounded.
+    def _parts_of_head(self, flat: Tensor) -> dict[int, Tensor]:
+        return dict(enumerate(flat.tensor_split(self._group.world_size)))
 
-        Waiting for the returned Pending starts the broadcasts; its result is the Pending of the broadcasts.
-        """
-        group, parts = self._group, self._head.gradients.tensor_split(self._group.world_size)
-        reduced = [group.start_reduce(part, rank, TRANSFER_DTYPE) for rank, part in enumerate(parts)]
-
-        def broadcast_parts() -> Pending:
-            for wait in reduced:
-                wait()
-            sums = [part.to(TRANSFER_DTYPE) for part in parts]
-            broadcasts = [group.start_broadcast(part, rank) for rank, part in enumerate(sums)]
-            return lambda: finish(sums, broadcasts)
-
-        def finish(sums: list[Tensor], broadcasts: list[Pending]) -> None:
-            for wait, part, rounded in zip(broadcasts, parts, sums, strict=True):
-                wait()
-                part.copy_(rounded)
-
-        return [broadcast_parts]
+    def _start_reduces(self, bucket: Bucket) -> Pending:
+        return self._group.start_reduces(bucket.gradients, TRANSFER_DTYPE)
 
     def _step_head(self) -> list[Pending]:
-        self._head.pending = self._group.wait(self._head.pending)
+        """Start to broadcast the sums of the gradients of lm_head, rounded; `_finish_head` waits for them."""
+        rank, gradients = self._group.rank, self._head.gradients
+        self._finish_reduces(self._head)
+        self._sums = {
+            owner: part.to(TRANSFER_DTYPE) if owner == rank else torch.empty_like(part, dtype=TRANSFER_DTYPE)
+            for owner, part in gradients.items()
+        }
+        self._of_sums = self._group.start_broadcasts(self._sums)
         return []
 
     def _finish_head(self) -> None:
-        self._finish_bucket(self._head)
-
-    def _send_layer(self, bucket: Bucket, owner: int) -> Pending:
-        return self._group.start_reduce(bucket.gradients, owner, TRANSFER_DTYPE)
+        self._group.wait(self._of_sums.values())
+        for owner, part in self._head.gradients.items():
+            part.copy_(self._sums[owner]).div_(self._tokens)
+        del self._sums, self._of_sums
 
     @torch.no_grad()
-    def _step_layer(self, bucket: Bucket) -> Pending:
-        weights, owner = bucket.weights, bucket.owner
-        assert owner is not None
-        if owner == self._group.rank:
-            self._finish_bucket(bucket)
-            updates = [self._optimizer.muon_update(p).flatten() for p in bucket.parameters]
-            update = torch.cat(updates).to(TRANSFER_DTYPE)
-        else:
-            update = torch.empty_like(weights, dtype=TRANSFER_DTYPE)
-        received = self._group.start_broadcast(update, owner)
+    def _step_layer(self, bucket: Bucket) -> list[Pending]:
+        updates = {
+            owner: torch.empty_like(weights, dtype=TRANSFER_DTYPE)
+            for owner, weights in bucket.weights.items()
+        }
+        if self._finish_own(bucket) is not None:
+            flat = [self._optimizer.muon_update(p).flatten() for p in bucket.owned]
+            updates[self._group.rank].copy_(torch.cat(flat))
+        received = self._group.start_broadcasts(updates)
 
         @torch.no_grad()
         def subtract() -> None:
-            received()
-            weights.sub_(update)
+            for owner, wait in received.items():
+                wait()
+                bucket.weights[owner].sub_(updates[owner])
 
-        return subtract
+        return [subtract]

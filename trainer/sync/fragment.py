@@ -58,6 +58,12 @@ class Outer:
         )
 
 
+def saved(state: ParameterState, name: str, prefix: str = "") -> Tensor:
+    """The tensor PREFIX + NAME of the state of a parameter; older checkpoints have other names."""
+    older = {"synced_at": "met_at", "decay": "kept", "active_at": "touched_at"}
+    return state[prefix + name] if prefix + name in state else state[prefix + older[name]]
+
+
 class SyncRound(NamedTuple):
     """A sync round in flight: the transfer of the pseudo-gradients of one fragment.
 
@@ -87,7 +93,7 @@ class SyncRound(NamedTuple):
         """
         state = {
             f"{ROUND}step": torch.tensor(self.started_at),
-            f"{ROUND}kept": torch.tensor(self.decay, dtype=torch.float64),
+            f"{ROUND}decay": torch.tensor(self.decay, dtype=torch.float64),
             f"{ROUND}table": self.table,
         }
         return state if self.rows is None else {**state, f"{ROUND}rows": self.rows}
@@ -104,7 +110,7 @@ class SyncRound(NamedTuple):
             int(state[f"{ROUND}step"]),
             sent_parameters,
             rows if rows is None else rows.to(device),
-            float(state[f"{ROUND}kept"]),
+            float(saved(state, "decay", ROUND)),
             state[f"{ROUND}table"].to(device),
             done,
         )
@@ -162,10 +168,10 @@ class Fragment:
         """
         states: dict[str, ParameterState] = {}
         for name, momentum in zip(self.names, self.momentum, strict=True):
-            states[name] = {"momentum": momentum, "met_at": torch.tensor(synced_at)}
+            states[name] = {"momentum": momentum, "synced_at": torch.tensor(synced_at)}
             if self.active_at is not None:
                 states[name]["active_at"] = self.active_at
-                states[name]["kept"] = torch.tensor(decay, dtype=torch.float64)
+                states[name]["decay"] = torch.tensor(decay, dtype=torch.float64)
         return states
 
     def apply_to_outer(self, sent: Tensor, rows: Tensor | None) -> list[Tensor]:

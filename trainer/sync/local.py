@@ -56,6 +56,7 @@ from trainer.sync.fragment import (
     done,
     make_fragments,
     rows_of,
+    saved,
     write_rows,
 )
 from trainer.sync.mode import SyncMode
@@ -396,8 +397,8 @@ class Local(SyncMode):
     def common_state(self) -> dict[str, ParameterState]:
         """The state that is equal on all ranks; see SyncMode.
 
-        State of each parameter: `momentum` (of the outer step) and `met_at` (step of the last sync round). An
-        embedding also has `active_at` (for each row, the last step at which it was active) and `kept`
+        State of each parameter: `momentum` (of the outer step) and `synced_at` (step of the last sync round).
+        An embedding also has `active_at` (for each row, the last step at which it was active) and `decay`
         (weight decay, as a factor, of a row without tokens). The first parameter of a fragment also has the
         state of a round in flight (`SyncRound.common_state`).
         """
@@ -423,13 +424,13 @@ class Local(SyncMode):
     def rank_state(self) -> dict[str, Tensor]:
         """The state of this rank, see SyncMode: {KIND/PARAMETER: tensor}, with these kinds:
 
-        here: the parameter of this rank. tokens: number of tokens of this rank since the last sync round.
+        own: the parameter of this rank. tokens: number of tokens of this rank since the last sync round.
         error: error feedback, if there is a buffer for it. sent: `sent_parameters` of a round in flight.
         """
         tensors: dict[str, Tensor] = {}
         for fragment in self._fragments:
             for name, value in zip(fragment.names, fragment.outer, strict=True):
-                tensors[f"here/{name}"] = value  # within `shared_parameters`, where the two are swapped
+                tensors[f"own/{name}"] = value  # within `shared_parameters`, where the two are swapped
                 tensors[f"tokens/{name}"] = torch.tensor(fragment.tokens)
             errors = zip(fragment.names, fragment.error, strict=bool(fragment.error))
             tensors |= {f"error/{name}": error for name, error in errors}
@@ -448,13 +449,13 @@ class Local(SyncMode):
                     continue
                 state = common[name]
                 fragment.momentum[i].copy_(state["momentum"])
-                fragment.synced_at = fragment.completed = int(state["met_at"])
+                fragment.synced_at = fragment.completed = int(saved(state, "synced_at"))
                 if fragment.active_at is not None:
-                    key = "active_at" if "active_at" in state else "touched_at"  # its older name
-                    fragment.active_at.copy_(state[key])
-                    fragment.decay = float(state["kept"])
+                    fragment.active_at.copy_(saved(state, "active_at"))
+                    fragment.decay = float(saved(state, "decay"))
                 if own:
-                    p.copy_(own[f"here/{name}"])
+                    older = f"here/{name}"
+                    p.copy_(own[older if older in own else f"own/{name}"])
                     if fragment.error:
                         fragment.error[i].copy_(own[f"error/{name}"])
                     fragment.tokens = int(own[f"tokens/{name}"])

@@ -91,6 +91,7 @@ class RowShards:
         first = sum(self._counts[:rank])
         self._own = slice(first, first + self._counts[rank])  # in self._mine
         self._requests = [rows[self._owners(rows) == rank] for rows in active]  # rows of this rank, by user
+        self._largest = max(self._most_sent(user, rows) for user, rows in enumerate(active))
         numbers = torch.arange(len(mine), device=self._position.device)
         self._position[self._mine] = numbers
         for table in self._tables:
@@ -99,6 +100,11 @@ class RowShards:
             len(mine), self._width, dtype=self._tables[0].dtype, device=self._position.device
         )
         self._fetch()
+
+    def _most_sent(self, user: int, rows: Tensor) -> int:
+        """The most rows that the rank `user` with these active rows receives from another rank."""
+        counts = self._owners(rows).bincount(minlength=self._group.world_size).tolist()
+        return max([0, *counts[:user], *counts[user + 1 :]])
 
     def _fetch(self) -> None:
         """Receive the values of the rows in self._mine from their owner ranks; send those of own rows."""
@@ -172,11 +178,13 @@ class RowShards:
         rows: (n, sum of all D), the rows to send. sends, receives: numbers of rows, by rank; the entry of
         this rank is ignored.
         """
-        numbers = [
-            [self._width * count * (rank != self._group.rank) for rank, count in enumerate(counts)]
+        own, width = self._group.rank, self._width
+        sizes = [
+            [width * count * (rank != own) for rank, count in enumerate(counts)]
             for counts in (sends, receives)
         ]
-        received, pending = self._group.start_exchange(rows.flatten(), *numbers)
+        largest = width * self._largest
+        received, pending = self._group.start_exchange(rows.flatten(), sizes[0], sizes[1], largest)
         return received.view(-1, self._width), pending
 
 
