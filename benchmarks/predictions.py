@@ -141,5 +141,14 @@ def table(content: Mapping[str, Any]) -> str:
     return markdown_table([HEAD, *rows], aligned=False)
 
 
+def block(content: Mapping[str, Any]) -> str:
+    """The table for the documentation, with its origin and the differences. content: of predictions.json."""
+    origin = f"`{content['command']}`, {content['machine']}, commit `{content['commit']}`, {content['date']}"
+    where = (
+        "two hosts of one core each, in containers on one machine, 1 Gbit/s unless the table has another rate"
+    )
+    return f"{origin}; {where}:\n\n{table(content)}\n\n{prediction_line(content['cases'])}"
+
+
 if __name__ == "__main__":
     sys.exit(main())

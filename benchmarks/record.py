@@ -69,7 +69,6 @@ def _two_hosts(row: Mapping[str, Any], group: Group) -> dict[str, Any]:
         "dtype": row["format"],
         "tokens": row["tokens"],
         "step_seconds": round(row["step_seconds"], 2),
-        "predicted_seconds": round(row["predicted_seconds"], 2),
         "baseline_seconds": round(baseline_tokens * row["ratio"] / row["tok_per_s"], 2),
         "baseline_tokens": baseline_tokens,
         "factor": round(row["ratio"], 2),

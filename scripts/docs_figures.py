@@ -3,6 +3,8 @@
     make bench ARGS="--record"       measures, and writes docs/recorded/bench.json
     make replay ARGS="--record"      measures, and writes docs/recorded/replay.json
     python -m benchmarks.compression ... --record     writes docs/recorded/compression.json
+    python -m benchmarks.predictions --record         writes docs/recorded/predictions.json
+    python -m benchmarks.memory ... --record          writes docs/recorded/memory.json
     python -m benchmarks.scaling ... --record         writes docs/recorded/scaling.json
     python -m benchmarks.elastic ... --record         writes docs/recorded/elastic.json
     python -m benchmarks.failover ... --record        writes docs/recorded/failover.json
@@ -18,6 +20,8 @@ replaces what stands between each of these marks and `<!-- end -->`:
     <!-- figures -->       the table of all benchmark cases
     <!-- replay -->        docs/how-to/replay.md: the comparison with a training that was set up by hand
     <!-- compression -->   docs/explanation/sync-modes.md: the compressions of sync=local
+    <!-- predictions -->   docs/explanation/placement.md: predicted and measured steps
+    <!-- memory -->        the same page: estimated and measured memory
     <!-- scaling -->       docs/explanation/scaling.md: 2 to 32 ranks
     <!-- elastic -->       docs/explanation/elastic.md: hosts that leave and join
     <!-- failover -->      the same page: the loss of the coordinator
@@ -36,7 +40,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import assistant, elastic, elastic_cost, elastic_soak, failover, gpu, replay, scaling
+from benchmarks import (
+    assistant,
+    elastic,
+    elastic_cost,
+    elastic_soak,
+    failover,
+    gpu,
+    memory,
+    predictions,
+    replay,
+    scaling,
+)
 from scripts.generated import ROOT, write
 from trainer.formatting import markdown_table
 
@@ -45,6 +60,7 @@ REPLAY_PAGE = ROOT / "docs" / "how-to" / "replay.md"
 COMPRESSIONS = RECORD.with_name("compression.json")
 MODES_PAGE = ROOT / "docs" / "explanation" / "sync-modes.md"
 SCALING_PAGE = MODES_PAGE.with_name("scaling.md")
+PLACEMENT_PAGE = MODES_PAGE.with_name("placement.md")
 GPU_PAGE = ROOT / "docs" / "how-to" / "gpu-host.md"
 ASSISTANT_PAGE = ROOT / "docs" / "assistant.md"
 ELASTIC_PAGE = MODES_PAGE.with_name("elastic.md")
@@ -119,7 +135,7 @@ def values(record: dict[str, Any]) -> dict[str, Any]:
 
 def case_table(rows: list[dict[str, Any]]) -> str:
     """The Markdown table of benchmark cases. rows: the entry `two_hosts` of bench.json."""
-    head = ("sync, format", "tokens a step", "step, s", "predicted, s", "single-host baseline, s")
+    head = ("sync, format", "tokens a step", "step, s", "single-host baseline, s")
     lines = []
     for row in rows:
         link = "" if row["link_mbit"] == 1000 else f", {row['link_mbit']} Mbit/s"
@@ -129,7 +145,6 @@ def case_table(rows: list[dict[str, Any]]) -> str:
             f"`{row['sync']}`, {row['dtype']}{link}",
             f"{row['tokens']:,}",
             f"{row['step_seconds']:.2f}",
-            f"{row['predicted_seconds']:.2f}",
             f"{row['baseline_seconds']:.2f}" + (f" ({row['baseline_tokens']:,} tokens)" if other else ""),
             f"{row['factor']:.2f}x" + (" by tokens" if other else ""),
             f"{row['over_ddp']:.2f}x" if row["over_ddp"] else "",
@@ -233,6 +248,10 @@ def pages() -> dict[Path, str]:
     for benchmark in (elastic, failover, elastic_soak, elastic_cost):
         found = benchmark.block(json.loads(benchmark.RECORD.read_text(encoding="utf-8")))
         texts[ELASTIC_PAGE] = marked(texts[ELASTIC_PAGE], benchmark.MARK, found)
+    predicted = predictions.block(json.loads(predictions.RECORD.read_text(encoding="utf-8")))
+    needed = memory.block(json.loads(memory.RECORD.read_text(encoding="utf-8")))
+    texts[PLACEMENT_PAGE] = marked(PLACEMENT_PAGE.read_text(encoding="utf-8"), "predictions", predicted)
+    texts[PLACEMENT_PAGE] = marked(texts[PLACEMENT_PAGE], "memory", needed)
     run = assistant.block(json.loads(assistant.RECORD.read_text(encoding="utf-8")))
     texts[ASSISTANT_PAGE] = marked(texts[ASSISTANT_PAGE], "assistant", run)
     one_gpu = gpu.block(json.loads(gpu.RECORD.read_text(encoding="utf-8")))

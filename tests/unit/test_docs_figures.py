@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import elastic, record, scaling
+from benchmarks import elastic, memory, predictions, record, scaling
 from scripts import docs_figures
 from trainer.placement.microbenchmark import Speed
 
@@ -48,7 +48,7 @@ def test_a_complete_benchmark_is_recorded_as_the_file_stands(tmp_path: Path) -> 
     for (group, case), figures in zip(record.SHOWN, stored["two_hosts"], strict=True):
         rows[f"{group}/{case}"] = {
             "sync": figures["sync"], "format": figures["dtype"], "tokens": figures["tokens"], "ranks": 2,
-            "step_seconds": figures["step_seconds"], "predicted_seconds": figures["predicted_seconds"],
+            "step_seconds": figures["step_seconds"],
             "ratio": figures["factor"], "over_ddp": figures["over_ddp"],
             "payload": figures["payload_mb"] * 1e6,
             "tok_per_s": figures["factor"] * figures["baseline_tokens"] / figures["baseline_seconds"],
@@ -135,3 +135,29 @@ def test_a_part_that_is_not_measured_again_keeps_its_figures_and_commit() -> Non
     both = elastic.recorded(new, 5, 5)
     assert both["commit"] == both["restart_commit"] == "abc"
     assert "restart" not in both
+
+
+def test_predicted_steps_are_beside_the_measured_ones() -> None:
+    case = {
+        "sync": "exact", "dtype": "float32", "depth": 8, "tokens": 4096, "link_mbit": 100,
+        "slow_second": True, "predicted_seconds": 4.5, "step_seconds": 5.0,
+    }  # fmt: skip
+    shown = predictions.table(
+        {"cases": [case, {**case, "link_mbit": 1000, "slow_second": False}]}
+    ).splitlines()
+    assert shown[2] == (
+        "| `exact`, float32, 100 Mbit/s, the second host with a third of a core | 8 | 4,096 | 4.50 | 5.00 "
+        "| -10 % |"
+    )
+    assert shown[3] == "| `exact`, float32 | 8 | 4,096 | 4.50 | 5.00 | -10 % |"
+    assert len({(group.name, case) for group in predictions.GROUPS for case in group.cases}) == 20
+
+
+def test_estimated_memory_is_beside_the_measured_one() -> None:
+    case = {"depth": 8, "ranks": 2, "recompute": "layers", "first": 3.0, "first_estimated": 3.3}
+    pair = case | {"other": 2.0, "other_estimated": 1.9}
+    shown = memory.table({"cases": [pair, case | {"other": 0.0, "other_estimated": 1.9}]}).splitlines()
+    assert shown[2] == "| 8 | 2 | layers | 3.00 | 3.30 (+10 %) | 2.00 | 1.90 (-5 %) |"
+    assert shown[3] == "| 8 | 2 | layers | 3.00 | 3.30 (+10 %) |  |  |"
+    first, other = (memory.estimated(memory.Case(8, 2), coordinates) for coordinates in (True, False))
+    assert first > other > 2

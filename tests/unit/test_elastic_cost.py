@@ -19,4 +19,4 @@ def test_the_documentation_has_both_ratios_in_percent() -> None:
     }  # fmt: skip
     text = elastic_cost.block(content)
     assert "steps of 0.50 s" in text
-    assert "by +1.2 %, and without the copies of the state by -0.1 %" in text
+    assert "by +1.2 %; without the copies of the state it changed by -0.1 %" in text

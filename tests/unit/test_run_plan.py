@@ -261,10 +261,10 @@ LEFT_TO_LAPTOP = {"host": "laptop", "seconds": 0.04, "together": 5.2, "table": "
 def test_a_run_that_its_ranks_leave_to_one_host_is_planned_for_that_one() -> None:
     made = plan({"sync": "auto"})
     assert made["file"]["chosen_from"] == []
-    left = {"outcome": "final", "alone": LEFT_TO_LAPTOP}
+    left = {"outcome": "final", "transfer": LEFT_TO_LAPTOP}
     ends = {"tower": state(outcome={"outcome": "retryable"}), "laptop": state(outcome=left)}
     assert summary.transferred({"tower": state(), "laptop": state()}) == {}
-    assert summary.transferred({"tower": state(outcome={"outcome": "final", "alone": None})}) == {}
+    assert summary.transferred({"tower": state(outcome={"outcome": "final", "transfer": None})}) == {}
     assert summary.transferred(ends) == LEFT_TO_LAPTOP
     there = launch.transfer_plan(made, LEFT_TO_LAPTOP)
     assert (there["file"]["hosts"], there["file"]["chosen_from"]) == (["laptop"], HOSTS)

@@ -265,7 +265,7 @@ def test_hosts_that_a_run_was_not_left_to_are_not_needed() -> None:
     down = {**up, "ended": True, "outcome": {"outcome": "stopped", "reason": "as asked"}}
     stopped = report.stopped({"tower": state(), "laptop": down}, "a", {})
     assert re.search(r"^tower +inactive +not needed ", stopped, re.MULTILINE), stopped
-    attempt = {"outcome": "final", "step": 0, "reason": "faster", "alone": {"host": "laptop"}}
+    attempt = {"outcome": "final", "step": 0, "reason": "faster", "transfer": {"host": "laptop"}}
     again = status.status_screen({"tower": state(), "laptop": {**up, "past_attempts": [attempt]}}, "a")
     assert "transferred to one host at step 0: faster" in again
     begins = report.begins({"run_id": "a", "action": "start", "file": run_file}, [state()])
