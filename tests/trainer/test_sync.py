@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,14 @@ from trainer.data.dataset import Dataset
 from trainer.data.loader import active_rows, batch_rows
 from trainer.distributed.consistency import Record, check_consistency, compare, explain
 from trainer.distributed.digest import ParameterCheck
-from trainer.distributed.process_group import Collectives, Peer, PeerLost, broadcast_sends
+from trainer.distributed.process_group import (
+    PIECE_BYTES,
+    Collectives,
+    Peer,
+    PeerLost,
+    Pending,
+    broadcast_sends,
+)
 from trainer.distributed.rendezvous import join_store
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT, GPTConfig
@@ -193,6 +201,34 @@ def test_broadcast_sends_one_copy_to_everyone() -> None:
     for world_size in range(1, 9):
         assert sum(broadcast_sends(rank, world_size) for rank in range(world_size)) == world_size - 1
     assert [broadcast_sends(rank, 4) for rank in range(4)] == [2, 1, 0, 0]
+
+
+class LaunchGroup(Collectives):
+    """Rank 0 of two, which records the bytes of each tensor that it would send; nothing is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(RankEnv(rank=0, world_size=2), [])
+        self.launched: list[int] = []
+
+    def _launch(self, start: Callable[[torch.Tensor], Any], parts: Iterable[torch.Tensor]) -> Pending:
+        self.launched += [part.numel() * part.element_size() for part in parts]
+        return lambda: None
+
+
+def test_large_tensors_are_sent_in_pieces_so_that_both_directions_are_in_use() -> None:
+    """Gloo would send whole tensors of two ranks one after the other."""
+    parts = {0: torch.zeros(2 * PIECE_BYTES // 4), 1: torch.zeros(3 * PIECE_BYTES // 4)}
+    group = LaunchGroup()
+    group.start_reduces(parts)
+    assert group.launched == [PIECE_BYTES] * 3, "pieces to and from the other rank in one all-to-all"
+    group = LaunchGroup()
+    group.start_broadcasts(parts)
+    assert group.launched == [PIECE_BYTES] * 5
+    size = 3 * PIECE_BYTES // 4
+    for largest, expected in ((size, [PIECE_BYTES] * 3), (0, [3 * PIECE_BYTES])):
+        group = LaunchGroup()
+        group.start_exchange(parts[1], [0, size], [0, size], largest)
+        assert group.launched == expected
 
 
 class OddGroup(Collectives):

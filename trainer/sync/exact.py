@@ -99,10 +99,8 @@ class Exact(OwnerMode):
                 own = [p for p in part if layer_of[p] == layer]
                 if own:
                     bucket.parameters += own
-                    bucket.gradients[owner], bucket.weights[owner] = (
-                        flatten_gradients(own),
-                        flatten_weights(own),
-                    )
+                    bucket.gradients[owner] = flatten_gradients(own)
+                    bucket.weights[owner] = flatten_weights(own)
                 if owner == self._group.rank:
                     bucket.owned = own
         return list(buckets.values())
