@@ -45,7 +45,8 @@ RECORD = RECORDED / "scaling.json"
 MEASURED = (2, 4, 8)
 RANKS = (2, 4, 8, 16, 32)
 ROWS = 2  # of a step, per rank
-LINK = Link(bandwidth=119e6, latency=1e-3)  # what an all-reduce reaches at 1 Gbit/s (benchmarks.lab)
+# What an all-reduce reaches at 1 Gbit/s (benchmarks.lab), and the CPU time of a byte on one thread.
+LINK = Link(bandwidth=119e6, latency=1e-3, delay=1.5e-9)
 GEMM_RATE = 75e9  # FLOP/s, from which the size of the timed sample follows
 MODES = ("exact", "fast", "local")
 

@@ -27,11 +27,12 @@ GIB = 2**30
 # Fitted to the peak resident memory of a rank (see the role's README): Python and torch; activations that a
 # layer keeps for the backward pass, per token and unit of the model's width; and with recompute=layers those
 # of one layer, with the gradients of its backward pass.
-BASE_GIB = 0.45
+BASE_GIB = 0.4
 TORCHRUN_GIB = 0.2  # of the process that starts the ranks of a host
 TRACKER_GIB = 0.5  # of the server on the coordinator and of what sends to it
 KEPT_PER_LAYER = 35
 RECOMPUTED = 85
+LAYERS_RECEIVED = 3  # whose gradients are on the way at once, in trainer/sync/exact.py
 LOSS_TOKENS = 1024  # at a time, in trainer/model/loss.py
 VOCABULARY = 32768
 SHARDING_MODES = ("exact", "fast")  # rows of tables have owner ranks
@@ -224,8 +225,8 @@ class Need:
             gradients = head + matrices + 3 * active
             replicated = head if config.sync == "fast" else 0.0
             moments = 2 * replicated + 2 * (tables - replicated) / world_size
-        if not local:  # what owner ranks receive
-            received = matrices + (head if shards else 0.0)
+        if not local:  # what owner ranks receive: with sharding of the head and of few layers at a time
+            received = head + min(1.0, LAYERS_RECEIVED / config.depth) * matrices if shards else matrices
             gradients += received * (world_size - 1) / world_size
         self.parts = {
             "weights": tables + matrices,
@@ -244,6 +245,8 @@ class Need:
         copies = config.is_elastic and not local  # with local each rank continues from its own parameters
         if copies and may_coordinate:  # trainer/elastic/snapshot.py
             self.once["two copies of the state of an elastic run"] = 2 * self.checkpoint_gb
+            if has_failover and config.sync != "dense":  # a checkpoint is written from a copy
+                self.once["the tables of a copy, assembled for a checkpoint"] = 3 * tables
         senders = ranks - 1 if coordinates and not has_failover else ranks
         if copies and senders:
             part = matrices + (0.0 if config.sync == "dense" else 3 * tables - head)

@@ -161,3 +161,13 @@ def test_estimated_memory_is_beside_the_measured_one() -> None:
     assert shown[3] == "| 8 | 2 | layers | 3.00 | 3.30 (+10 %) |  |  |"
     first, other = (memory.estimated(memory.Case(8, 2), coordinates) for coordinates in (True, False))
     assert first > other > 2
+
+
+def test_estimates_are_within_a_tenth_of_the_recorded_peaks() -> None:
+    """Fails if the estimate changes, and the peaks were measured before that: measure them again then."""
+    content = json.loads((record.RECORDED / "memory.json").read_text(encoding="utf-8"))
+    for row in content["cases"]:
+        case = memory.Case(row["depth"], row["ranks"], row["recompute"])
+        assert memory.estimated(case, True) == pytest.approx(row["first"], rel=0.1), row
+        if row["other"]:
+            assert memory.estimated(case, False) == pytest.approx(row["other"], rel=0.1), row

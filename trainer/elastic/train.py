@@ -31,7 +31,7 @@ from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunFile
 from trainer.distributed.process_group import PeerLost
 from trainer.distributed.step_sync import StepReport
-from trainer.elastic import prefetch, reshard
+from trainer.elastic import failed_backward, prefetch, reshard
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.setup import ElasticSetup, Inputs, Kept
@@ -451,6 +451,7 @@ class ElasticTrainer(Trainer):
             for name in ("model", "optimizer", "sync", "parameter_check"):
                 if hasattr(owner, name):
                     delattr(owner, name)
+        failed_backward.free()
         gc.collect()  # they refer to each other
 
     def _leave(self) -> NoReturn:
