@@ -69,9 +69,13 @@ EXAMPLES = {
     "sync=exact (transfers: <seconds> s).",
     "run_remove_save_first": "ansible-playbook stop.yml -e run_id=<run> (saves and stops it), then repeat "
     "the command. Or, to lose what is not saved:",
+    "_imported": "copy the folder to where the unit can read it: sudo mkdir -p /var/lib/nanofleet/imported "
+    "&& sudo cp -r <path> /var/lib/nanofleet/imported/ && sudo chmod -R a+rX "
+    "/var/lib/nanofleet/imported/<folder> (on <host>), then repeat the command with "
+    "-e from_checkpoint=/var/lib/nanofleet/imported/<folder>",
     "range_change": "give <interface> another range of addresses (on <host>)",
-    "run_state_unknown": "No host has a run <run>. Known runs: <runs>. Fix: repeat the command with one of "
-    "them: -e run_id=NAME",
+    "run_state_unknown": "No host that answers has a run <run>. Known runs: <runs>. Fix: repeat the command "
+    "with one of them: -e run_id=NAME",
     "over": "<interface>",
     "other_port": "use another port: write store_port: PORT into group_vars/fleet.yml of the inventory, "
     "then: ansible-playbook setup.yml",

@@ -39,8 +39,12 @@ class ActionModule(ControllerAction):
             digest = chat_digest(sources, tokenizer, skip_bad)
         except OSError as error:
             path = error.filename
-            problem = f"The controller cannot read the file {path} of conversations: {error.strerror}."
-            fix = f"chmod u+r {path}, if its permissions are the cause, then repeat the command"
+            problem = f"The controller cannot read {path}, which the fine-tuning needs: {error.strerror}."
+            fix = (
+                f"if its permissions are the cause, let your user read it (chmod u+r {path} if the file is "
+                "yours), "
+                "then repeat the command"
+            )
             return reported([finding("NF615", "conversations", problem, fix)])
         out = Path(request["cache"]) / digest
         return {

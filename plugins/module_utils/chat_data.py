@@ -51,7 +51,9 @@ def request_findings(request: Mapping[str, Any]) -> Iterator[Finding]:
         problem = (
             "Fine-tuning (stage=sft) starts from the model of an earlier run, and the command names no run."
         )
-        fix = f"list the runs with ansible-playbook status.yml, then name one with from_run: {EXAMPLE}"
+        fix = (
+            f"name it with from_run: {EXAMPLE}  (ansible-playbook status.yml shows the active or newest run)"
+        )
         yield finding("NF009", "-e stage=sft", problem, fix)
     elif request["from_run"] and request["from_checkpoint"]:
         problem = (
@@ -68,7 +70,9 @@ def request_findings(request: Mapping[str, Any]) -> Iterator[Finding]:
         problem = (
             "Fine-tuning (stage=sft) trains on conversations, and the command names no file of conversations."
         )
-        yield finding("NF022", "-e stage=sft", problem, f"add -e conversations=FILE.jsonl: {EXAMPLE}")
+        yield finding(
+            "NF022", "-e stage=sft", problem, "repeat the command with -e conversations=FILE.jsonl added"
+        )
 
 
 def sources_of(text: str, folder: Path) -> list[Source]:
@@ -98,8 +102,9 @@ def file_findings(sources: Sequence[Source], tokenizer: Path) -> Iterator[Findin
         if not path.exists():
             problem = f"There is no file or folder {path} on the controller."
             fix = (
-                "repeat the command with -e conversations=FILE.jsonl and the right path; a relative path "
-                "begins at the root of this repository"
+                "repeat the command with -e conversations=FILE.jsonl and the right path, best an absolute "
+                "one; a "
+                "relative path begins at the root of this repository"
             )
             yield finding("NF613", "conversations", problem, fix)
     if not (tokenizer / TOKENIZER).is_file():

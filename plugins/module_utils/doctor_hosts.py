@@ -71,7 +71,7 @@ def _unchecked(host: str, why: str) -> Finding:
         return finding("NF501", host, problem, f"sudo apt install python3  (on {host})")
     reason = (why or "no reason was given")[:200]
     problem = f"The doctor could not check this host: {reason}"
-    return finding("NF502", host, problem, f"see the whole error: ansible {host} -m ping -vvv")
+    return finding("NF502", host, problem, "see the whole error: ansible-playbook doctor.yml -vvv")
 
 
 def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
@@ -93,7 +93,11 @@ def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -
             "not affected, because nanofleet gives the ranks their network interface. A torchrun that you "
             "start by hand would connect to no other host."
         )
-        remedy = f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{own} {name}/' /etc/hosts  (on {host})"
+        remedy = (
+            f"in /etc/hosts, remove {name} from every line that begins with 127. or ::1, and add the line: "
+            f"{own} "
+            f"{name}  (on {host})"
+        )
         yield finding("NF505", host, problem, remedy, severity="warning")
     load, cores = facts["load"], facts["machine_cores"]
     if load > cores and not of_host["active"]:
@@ -211,11 +215,13 @@ def _rehearsal(measured: Measured) -> Iterator[Finding]:
     failed = [(host, each["error"]) for host, each in rehearsals.items() if each.get("error")]
     for host, error in failed[:1]:
         others = ", ".join(peer for peer in rehearsals if peer != host)
-        problem = f"A short test of the all-reduce{f' with {others}' if others else ''} failed: {error}"
+        problem = (
+            f"A short test of computation{f' and all-reduce with {others}' if others else ''} failed: {error}"
+        )
         is_old = "No module named" in error
         journal = (
             "correct what the warnings in the journal report: sudo journalctl -b -p warning -n 30  (on "
-            f"{host}), then: ansible-playbook doctor.yml"
+            f"{host}), if they are about this; then: ansible-playbook doctor.yml"
         )
         remedy = journal if not is_old else SETUP
         yield finding("NF512", host, problem, remedy)

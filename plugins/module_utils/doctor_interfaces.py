@@ -36,7 +36,7 @@ def interface_findings(measured: Measured, options: Mapping[str, Any]) -> list[F
             )
             rule = hyperv_rule([SSH_PORT, *ports_of(options)])
             remedy = (
-                "on Windows, write the two lines [wsl2] and networkingMode=mirrored to "
+                "on Windows 11 (22H2 or later), write the two lines [wsl2] and networkingMode=mirrored to "
                 f"%UserProfile%\\.wslconfig, then type in PowerShell as administrator: wsl --shutdown; {rule}"
             )
             found.append(finding("NF529", host, problem, remedy))
@@ -86,11 +86,15 @@ def _unused(measured: Measured, host: str) -> Iterator[Finding]:
         is_proof = is_on_link or _uses_chosen_interface(measured[peer])
         if chosen and used not in (chosen, "lo") and is_proof:
             problem = (
-                f"fleet_interface of this host is {chosen} ({of_host['address']}), but its kernel sends "
+                f"A run uses the interface {chosen} of this host ({of_host['address']}), but its kernel "
+                "sends "
                 f"packets to {peer} over {used}. Gloo (PyTorch's collectives on CPUs) would listen on "
                 f"{chosen}, where {peer} does not connect."
             )
-            remedy = f"remove fleet_interface of {host} from the inventory, or set it to {used}"
+            remedy = (
+                f"remove fleet_interface of {host} and {peer} from the inventory, or set that of {host} to "
+                f"{used}"
+            )
             yield finding("NF521", host, problem, remedy, peer)
 
 
@@ -123,8 +127,9 @@ def _bridges(measured: Measured, host: str) -> list[Finding]:
             program.remedy.format(host=host) or f"give {used} another range of addresses  (on {host})"
         )
         remedy = (
-            f"set fleet_address of {peer} in the inventory to its address on your network; if {address} is "
-            f"that address, the range of {used} covers it: {range_change}"
+            f"set fleet_address of {peer} in the inventory to its address on your network; if {address} "
+            "already "
+            f"is that address, the network of {used} contains it: {range_change}"
         )
         found.append(finding("NF535", host, problem, remedy, peer))
     return found

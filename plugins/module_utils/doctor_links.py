@@ -118,8 +118,11 @@ def _link_check_and_settings(measured: Measured, host: str, peer: str = "") -> s
     advice = [f"-e {each}" for each in predicted["advice"]] if predicted else []
     if not advice:
         return see
-    command = f"ansible-playbook train.yml {' or '.join(advice)}"
-    return f"{see}; or start a new run that needs less of the network: {command} ({GUIDE})"
+    command = " or with ".join([f"ansible-playbook train.yml {advice[0]}", *advice[1:]])
+    return (
+        f"{see}; or start a new run, with your other settings, that needs less of the network: {command} "
+        f"({GUIDE})"
+    )
 
 
 def _interface(measured: Measured, host: str, peer: str) -> str:
@@ -179,9 +182,15 @@ def _link(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
             f"This host reaches its peers over WiFi ({name}), although its interface {other} ({address}) is "
             f"connected by cable, which is usually faster.{needs}"
         )
-        remedy = f"set fleet_address of {host} to {address} in the inventory, then ansible-playbook setup.yml"
+        remedy = (
+            f"if both interfaces are in one network: sudo ip link set {name} down  (on {host}; SSH sessions "
+            "over "
+            f"{name} end); if all hosts have an address in the network of {other}, set fleet_address of "
+            "every "
+            "host to it; then: ansible-playbook setup.yml"
+        )
         yield finding("NF542", host, problem, remedy)
-    elif (mbit := link["speed_mbit"]) and mbit <= 100 and not link["wireless"]:
+    elif (mbit := link["speed_mbit"]) and mbit <= 100 and link["physical"] and not link["wireless"]:
         problem = (
             f"The interface {name} of this host runs at only {mbit} Mbit/s. The cause may be a bad cable "
             f"or an old switch port.{needs}"

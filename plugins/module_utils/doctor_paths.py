@@ -29,7 +29,6 @@ Spans = Sequence[tuple[int, int]]
 """Ranges of ports (low, high)."""
 SETUP = "ansible-playbook setup.yml"
 SHOWN_RULES = 4
-AS_ROOT = "repeat the command with -K, so that the doctor can read the rules as root"
 CLOSED = {
     "filtered": ("gets no answer from", ": packets are dropped on the way there or back"),
     "refused": ("is refused by", ", though a listener of nanofleet is there"),
@@ -110,16 +109,28 @@ class Path:
             yield finding("NF522", peer, problem, remedy, host)
             return
         is_closed = ports and all(port["state"] != "open" for port in ports)
-        is_explained = self._is_mirrored() or self._dropping(ports) or self._dropping_answers()
+        spans = [(port["port"], port["port"]) for port in ports]
+        is_explained = (
+            self._is_mirrored()
+            or self._dropping(ports)
+            or self._dropping_answers()
+            or any(
+                lacking(rules, chain, end, spans) for _, chain, rules, end in self._ends("INPUT", "OUTPUT")
+            )
+        )
         if is_closed and not path.get("up") and not is_explained:
             problem = (
                 f"{host} gets no answer from {address} at all, not even on the SSH port, while the "
-                f"controller reaches {peer}: they are on different networks, or a router isolates them."
+                f"controller reaches {peer}: they are on different networks, or a router or a firewall "
+                "between "
+                "them drops all packets."
             )
             remedy = (
                 f"connect both to one network, or set fleet_address of {peer} in the inventory to its "
                 f"address on the network of {host}; to check: ip route get {address}  (on {host}). If both "
-                "are on one network, turn off client isolation in its router or access point"
+                "are on one network, turn off client isolation in its router or access point; in a cloud, "
+                "open "
+                f"the TCP ports {' and '.join(ports_of(self.options))} between them in its firewall"
             )
             yield finding("NF523", peer, problem, remedy, host)
             return
@@ -147,16 +158,22 @@ class Path:
                 "that listens there is frozen, or packets are lost."
             )
             see = (
-                f"type sudo ss -Hltnp '{of_ports}'  (on {peer}). If it lists a program, end it: sudo kill "
+                f"type sudo ss -Hltnp '{of_ports}'  (on {peer}). If it lists a program, end it: sudo kill -9 "
                 f"PID  (on {peer}). If it lists none, packets are lost: check cable, WiFi and router; lost "
                 f"packets are counted by: ping -c 100 {address}  (on {host})"
             )
             return finding("NF524", peer, problem, see, host)
         if state == "foreign":
-            problem = f"{only}A program other than nanofleet answers {host} on {listeners} of {peer}."
+            problem = (
+                f"{only}Something other than nanofleet answers {host} on {listeners} of {peer}: a "
+                "redirection "
+                "(DNAT, a container), a proxy, or a machine with the same address."
+            )
             see = (
-                f"end that program: sudo kill PID  (on {peer}; PID and name are listed by: sudo ss -Hltnp "
-                f"'{of_ports}')"
+                f"delete the redirection; redirections are listed by: sudo iptables-save -t nat  (on {peer} "
+                "and "
+                f"on {host}); a machine with the same address has another MAC address: compare ip neigh show "
+                f"{address}  (on {host}) with ip -br link  (on {peer})"
             )
             return finding("NF525", peer, problem, see, host)
         fails_to_reach, how = CLOSED[state]
@@ -210,8 +227,9 @@ class Path:
         host, peer = self.host, self.peer
         if rule := self._dropping(ports):
             return _by_rule(rule)
-        if self.measured[peer]["firewall"] is None and not self._is_mirrored():
-            return peer, f"Only root can read the firewall rules of {peer}.", AS_ROOT
+        unread = [where for where in (peer, host) if self.measured[where]["firewall"] is None]
+        if unread[:1] == [peer] and not self._is_mirrored():
+            return self._unread(peer)
         spans = [(port["port"], port["port"]) for port in ports]
         for where, chain, rules, address in self._ends("INPUT", "OUTPUT"):
             for policy in lacking(rules, chain, address, spans):
@@ -233,6 +251,8 @@ class Path:
                     f"Firewall rules of {where} that may drop these packets: {texts}.",
                     f"delete the one that drops them; the rules are listed by: {_listing(drops[0], where)}",
                 )
+        if unread:
+            return self._unread(unread[0])
         because = (
             f"No firewall rule of {host} or {peer} explains that: the cause may be a router or the "
             "firewall of a cloud."
@@ -243,6 +263,18 @@ class Path:
             "in the router or the firewall of the cloud, open TCP ports "
             f"{' and '.join(ports_of(self.options))} between {host} and {peer}; the rules of the hosts are "
             f"listed by: sudo nft list ruleset  (on {peer}, then on {host})",
+        )
+
+    def _unread(self, where: str) -> tuple[str, str, str]:
+        """The result of `_cause` if the rules of the host `where` could not be read."""
+        return (
+            where,
+            f"Only root can read the firewall rules of {where}.",
+            "repeat the command with -K, so that the doctor can read them; without sudo, let an "
+            "administrator "
+            f"open the TCP ports {' and '.join(ports_of(self.options))} between {self.host} and {self.peer}: "
+            "the "
+            f"rules are listed by: sudo nft list ruleset  (on {where})",
         )
 
     def _permission(self, policy: Rule, where: str, source: str, ports: Ports) -> str:
@@ -296,12 +328,12 @@ class Path:
         """Findings about connections that break off and large packets that are lost without an error."""
         host, peer, mtu = self.host, self.peer, path.get("mtu") or {}
         if path.get("cut"):
-            problem = f"A connection from {host} to {peer} breaks off: {path['cut']}."
+            problem = f"The test of the connection from {host} to {peer} did not end: {path['cut']}."
             yield finding(
                 "NF530",
                 peer,
                 problem,
-                "check cable, WiFi and router; lost packets are counted by: ping -c 100 "
+                "check cable, WiFi and router; this command counts lost packets: ping -c 100 "
                 f"{self.measured[peer]['address']}  (on {host})",
                 host,
             )
@@ -319,10 +351,15 @@ class Path:
                     other = host if where == peer else peer
                     yield finding("NF531", where, f"{what} {cause}", firewall_command, other)
                     return
-        interface, small = self.measured[host]["interface"], mtu["passes"] or 576
-        because = f"A device between {host} and {peer} has a smaller MTU than {interface}."
+        interface, small = self.measured[host]["interface"], mtu["passes"]
         remedy = f"sudo ip link set {interface} mtu {small}  (on {host}, until that device is fixed)"
-        yield finding("NF532", host, f"{what} {because}", remedy, peer)
+        if not small:
+            remedy = (
+                "check cable, WiFi and router; this command counts lost packets: ping -c 100 "
+                f"{self.measured[peer]['address']}  (on {host})"
+            )
+        because = f" A device between {host} and {peer} has a smaller MTU than {interface}." if small else ""
+        yield finding("NF532", host, f"{what}{because}", remedy, peer)
 
     def _warnings(self, path: Mapping[str, Any]) -> Iterator[Finding]:
         """Warnings about a path that works: an unexpected source address, a long round trip."""
@@ -337,7 +374,9 @@ class Path:
             remedy = (
                 f"set fleet_interface of {host} in the inventory to the interface that follows dev in the "
                 "output of this command, or fleet_address to the address that follows src: ip route get "
-                f"{address}  (on {host})"
+                f"{address}  (on {host}); then: ansible-playbook setup.yml. If the address that follows src "
+                "is "
+                f"{own}, a router translates addresses (NAT): connect both to one network"
             )
             yield finding("NF533", host, problem, remedy, peer, "warning")
         # The shortest of all: a busy host answers late now and then, a distant one always.

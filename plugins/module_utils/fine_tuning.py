@@ -59,7 +59,7 @@ def plan(
         if run:
             return _resumed(host, found, given, run, chosen)
         if not chosen or meta is None:
-            raise FineTuningRefusedError(_nothing(host, found, from_checkpoint))
+            raise FineTuningRefusedError(_nothing(host, found, from_checkpoint, sandboxed))
         settings = {name: value for name, value in given.items() if name != "parent"}
         _check_shape(meta, settings)
         _check_tokenizer(meta, tokenizer_sha256)
@@ -71,7 +71,7 @@ def plan(
         problem = f"The fine-tuning run (stage=sft) cannot start: {error}"
         fix = (
             "repeat the command with another value of the setting that the message names or, if it names a "
-            "checkpoint, with another checkpoint: -e from_checkpoint=RUN/step_NNNNNN"
+            "checkpoint, with another checkpoint: -e from_checkpoint=RUN/step_NNNNNN instead of -e from_run"
         )
         raise FineTuningRefusedError(finding("NF426", "stage=sft", problem, fix)) from None
     return {"config": config, "run_id": run_id, "arguments": ["--from-checkpoint", chosen["path"]]}
@@ -112,14 +112,19 @@ def _existing(
     FineTuningRefusedError if the run `run_id` fine-tunes another run or checkpoint.
     """
     for run in found["tuned"]:
-        before = RunConfig.load(run["config"])[0]
+        try:
+            before = RunConfig.load(run["config"])[0]
+        except ConfigError:  # of another release
+            if run["run_id"] == run_id:
+                raise
+            continue
         of_base = _is_of(before.parent, found["run"], meta, from_checkpoint)
         if run_id:
             if run["run_id"] != run_id:
                 continue
             if not of_base:
                 raise FineTuningRefusedError(
-                    _of_another(run_id, before.parent, found["run"] or from_checkpoint)
+                    _of_another(run_id, before.parent, from_checkpoint or found["run"])
                 )
             return run
         if not of_base or run["run_id"] != before.default_run_id():
@@ -170,11 +175,12 @@ def _resumed(
             f"of the run {base}, does not exist any more."
         )
         fix = (
-            f"repeat the command with -e run_id=NAME  (a new run, from the newest checkpoint of {base}). Or, "
-            f"if fetch.yml has copied {step} to runs/{base}/{host} on the controller, send it back to "
-            f"{host} with: ansible coordinator -m ansible.posix.synchronize -b -a "
-            f"'src=runs/{base}/{host}/checkpoints/{step} dest={RUNS}/{base}/checkpoints/', then repeat the "
-            "command that failed"
+            f"start a new run from the newest checkpoint of {base}: repeat the command with -e run_id=NAME "
+            "-e "
+            f"from_run={base}, without -e from_checkpoint. Or, if fetch.yml has copied {step} to "
+            f"runs/{base}/{host} on the controller, send it back to {host}: ansible coordinator -m "
+            f"ansible.builtin.copy -b -a 'src=runs/{base}/{host}/checkpoints/{step} "
+            f"dest={RUNS}/{base}/checkpoints/ mode=a+rX', then repeat the command that failed"
         )
         raise FineTuningRefusedError(finding("NF427", host, problem, fix))
     return {
@@ -193,10 +199,8 @@ def _check_shape(meta: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             f"Fine-tuning cannot change the shape of the model of the run {meta['run_id']}, but the settings "
             f"ask for another shape: {differences}."
         )
-        fix = (
-            f"repeat the command without the settings {' and '.join(names)} (-e, or in the inventory); the "
-            "checkpoint contains the shape of its model"
-        )
+        values = " ".join(f"-e {name}={base[name]}" for name in names)
+        fix = f"repeat the command with the shape of the checkpoint: {values}"
         raise FineTuningRefusedError(finding("NF428", "stage=sft", problem, fix))
 
 
@@ -208,7 +212,8 @@ def _check_tokenizer(meta: Mapping[str, Any], sha256: str) -> None:
         fix = (
             "repeat the command with -e data_dir=FOLDER, the folder on the controller with the data of "
             f"{run}; or ansible-playbook fetch.yml -e run_id={run}, then repeat it with a fetched "
-            f"checkpoint, which contains the tokenizer: -e data_dir=runs/{run}/HOST/checkpoints/step_NNNNNN"
+            f"checkpoint, which contains the tokenizer: -e data_dir=runs/{run}/HOST/checkpoints/step_NNNNNN. "
+            "If no host has that run any more, use a copy of the checkpoint's folder on the controller"
         )
         raise FineTuningRefusedError(finding("NF429", "data_dir", problem, fix))
 
@@ -218,16 +223,20 @@ def _is_hidden(path: str) -> bool:
 
 
 def _hidden(host: str, path: str) -> Finding:
-    copy = f"{IMPORTED}/{os.path.basename(path)}"
     problem = (
         f"The systemd unit of a run cannot read {path}: it has no access to home directories and to /tmp."
     )
-    fix = (
-        f"copy the folder to where the unit can read it: sudo mkdir -p {IMPORTED} && sudo cp -r {path} "
-        f"{IMPORTED}/ && sudo chown -R nanofleet: {copy}  (on {host}), then repeat the command with -e "
-        f"from_checkpoint={copy}"
+    return finding("NF430", host, problem, _imported(host, path))
+
+
+def _imported(host: str, path: str) -> str:
+    """The fix that copies a checkpoint to a folder that the unit of a run can read."""
+    copy = f"{IMPORTED}/{os.path.basename(path.rstrip('/'))}"
+    return (
+        f"copy the folder to where the unit can read it: sudo mkdir -p {IMPORTED} && sudo cp -r "
+        f"{path.rstrip('/')} {IMPORTED}/ && sudo chmod -R a+rX {copy}  (on {host}), then repeat the command "
+        f"with -e from_checkpoint={copy}"
     )
-    return finding("NF430", host, problem, fix)
 
 
 def _of_another(run_id: str, parent: str, asked: str) -> Finding:
@@ -236,7 +245,7 @@ def _of_another(run_id: str, parent: str, asked: str) -> Finding:
     return finding("NF431", f"-e run_id={run_id}", problem, fix)
 
 
-def _nothing(host: str, found: Found, from_checkpoint: str) -> Finding:
+def _nothing(host: str, found: Found, from_checkpoint: str, sandboxed: bool) -> Finding:
     """The finding for a run or checkpoint that is not there."""
     run = found["run"]
     if os.path.isabs(from_checkpoint):
@@ -244,10 +253,15 @@ def _nothing(host: str, found: Found, from_checkpoint: str) -> Finding:
             f"The coordinator {host} has no checkpoint {from_checkpoint}, or its service user cannot read "
             "this folder."
         )
+        readable = _imported(host, from_checkpoint)
+        if not (sandboxed and _is_hidden(from_checkpoint)):
+            readable = (
+                f"let the service user read it: sudo chmod -R a+rX {from_checkpoint}  (on {host}), then "
+                "repeat the command"
+            )
         fix = (
-            "if the folder exists, let the service user read it: sudo chown -R nanofleet: "
-            f"{from_checkpoint}  (on {host}), then repeat the command; else repeat it with -e "
-            f"from_checkpoint=PATH, the path on {host} of a folder step_NNNNNN with a file meta.json"
+            f"if the folder exists, {readable}; else repeat the command with -e from_checkpoint=PATH, the "
+            f"path on {host} of a folder step_NNNNNN with a file meta.json"
         )
         return finding("NF432", "from_checkpoint", problem, fix)
     if not found["known"]:
@@ -262,8 +276,10 @@ def _nothing(host: str, found: Found, from_checkpoint: str) -> Finding:
     if not found["checkpoints"]:
         problem = f"The run {run} has no checkpoint on its coordinator {host} yet."
         fix = (
-            "wait until the run saves one (every save_minutes, and at its end), or stop the run, which also "
-            f"saves one: ansible-playbook stop.yml -e run_id={run}"
+            "wait until the run saves one (every save_minutes, and at its end); to have it now, stop the "
+            "run: "
+            f"ansible-playbook stop.yml -e run_id={run}; if it is not active: ansible-playbook train.yml -e "
+            f"run_id={run}"
         )
         return finding("NF434", "from_run", problem, fix)
     listed = ", ".join(os.path.basename(each["path"]) for each in found["checkpoints"])

@@ -118,7 +118,9 @@ def _findings(
             )
             remedy = (
                 f"sudo ip link set {used} down  (on {host}; SSH sessions over {used} end), or until the next "
-                f"boot and only for {name}: sudo ip route add {target} dev {wired}  (on {host})"
+                f"boot and only for {name}: sudo ip route add {target} dev {wired}  (on {host}; the same for "
+                "every peer); then: ansible-playbook setup.yml. If SSH reaches the host over "
+                f"{used}, first set ansible_host to its address on {wired}"
             )
             yield warning("NF201", host, problem, remedy)
         elif used != interface:
@@ -127,8 +129,11 @@ def _findings(
                 f"{used}."
             )
             remedy = (
-                f"remove fleet_interface of {host} from the inventory, or set it to {used}; the interface of "
-                f"the packets follows dev in the output of: ip route get {target}  (on {host})"
+                f"set fleet_address of {name} to its address on the network of {interface}; or, if all peers "
+                "are "
+                f"reached over {used}, set fleet_interface of {host} to it; then: ansible-playbook "
+                "setup.yml. The "
+                f"interface follows dev in the output of: ip route get {target}  (on {host})"
             )
             yield warning("NF202", host, problem, remedy)
     entries = links.get(interface, {}).get("addr_info", [])
@@ -139,8 +144,9 @@ def _findings(
         )
         path = "/etc/sysctl.d/61-addresses.conf"
         remedy = (
-            f"echo net.ipv6.conf.{interface}.use_tempaddr=0 | sudo tee {path} && sudo sysctl --load={path}  "
-            f"(on {host}), or set fleet_address of every host to an IPv4 address in the inventory"
+            f"echo net/ipv6/conf/{interface}/use_tempaddr=0 | sudo tee {path} && sudo sysctl --load={path}  "
+            f"(on {host}), or set fleet_address of every host to an IPv4 address in the inventory; then: "
+            "ansible-playbook setup.yml"
         )
         yield warning("NF203", host, problem, remedy)
     for name in seen.get("slow_names", []):
@@ -149,9 +155,12 @@ def _findings(
             "answer. The start of a run looks up this name several times."
         )
         remedy = (
-            f"in /etc/resolv.conf of {host}, delete the line of the name server that does not answer; to "
-            f"test a server: timeout 3 bash -c '</dev/tcp/ADDRESS/53'  (on {host}, with the server's "
-            "address; the command fails if the server does not answer)"
+            f"write the name into /etc/hosts of {host}: echo 'ADDRESS NAME' | sudo tee -a /etc/hosts; or, in "
+            "its "
+            "/etc/resolv.conf or its network settings, remove the name server that does not answer; to test "
+            "a "
+            f"server: timeout 3 bash -c '</dev/tcp/ADDRESS/53'  (on {host}, with the server's address; the "
+            "command fails if the server does not answer)"
         )
         yield warning("NF204", host, problem, remedy)
 

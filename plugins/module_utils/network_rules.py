@@ -131,7 +131,12 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> I
             "the next boot. The ranks then use closed ports, and a run cannot start."
         )
         path = other.partition(" ")[0]
-        yield warning("NF210", host, problem, f"sudo sed -i '/ip_local_port_range/d' {path}  (on {host})")
+        yield warning(
+            "NF210",
+            host,
+            problem,
+            f"sudo sed -i --follow-symlinks '/ip_local_port_range/d' {path}  (on {host})",
+        )
     if ports.get("changed") and ports["before"] != KERNELS_RANGE:
         before = ports["before"].replace(" ", "-")
         problem = (
@@ -183,8 +188,9 @@ def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]
         typed = [f"echo '{setting}' | sudo tee {path}", f"sudo sysctl --load={path}", *typed]
     problem = (
         f"setup.yml has no root access on {host} (ansible_become: false), so it did not change the active "
-        f"firewall {firewall} and the range of ephemeral ports there. Type the command of the fix on "
-        f"{host}, then: ansible-playbook doctor.yml"
+        f"firewall {firewall} and the range of ephemeral ports there. If this was not done before, a user "
+        "with "
+        f"sudo on {host} has to type the command of the fix, then: ansible-playbook doctor.yml"
     )
     return [warning("NF214", host, problem, f"{' && '.join(typed)}  (on {host})")]
 
@@ -210,7 +216,7 @@ def filter_findings(host: str, answer: str) -> list[Finding]:
     problem = f"{reason}. So only a firewall keeps other machines from the ports of a run."
     remedy = (
         "enable a firewall, such as ufw: ansible-playbook setup.yml -e network_ufw_enable=true, or set "
-        "fleet_address of every host to its address in a private network (docs/security.md)"
+        "fleet_address of every host to its address in a VPN such as WireGuard (docs/security.md)"
     )
     return [warning("NF215", host, problem, remedy)]
 

@@ -6,6 +6,7 @@ Facts are the key=value lines that templates/probe.sh.j2 and root.sh.j2 print on
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from ansible.module_utils.parsing.convert_bool import boolean
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import (
     reset_command,
+    ssh_target,
     unreachable_finding,
 )
 
@@ -88,6 +90,15 @@ def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping
             continue
         if host == hosts[0]:
             findings += former_findings(host, facts, limits.get("addresses") or {})
+        if not facts.get("kernel"):
+            problem = (
+                "SSH connects to this host, but the commands that examine it print nothing: the shell of the "
+                "user "
+                "does not run them."
+            )
+            fix = f"connect by hand to see why: {ssh_target(host, hostvars[host])['ssh']}"
+            findings.append(finding("NF115", host, problem, fix))
+            continue
         findings += system_findings(host, facts, limits)
         result = hostvars[host].get("__preflight_root") or {}
         findings += root_findings(host, hostvars[host], result, facts, limits["skew_s"])
@@ -101,7 +112,8 @@ def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> li
     addresses: {host: address} of the hosts in the inventory.
     """
     try:
-        before = json.loads(facts.get("claim", ""))["hosts"]
+        claim = json.loads(facts.get("claim", ""))
+        before, fleet_id = claim["hosts"], str(claim["fleet_id"])
     except (ValueError, KeyError, TypeError):
         return []
     if not isinstance(before, dict) or host not in before:
@@ -111,9 +123,7 @@ def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> li
         "still installed on it, and the systemd unit of a run may restart there."
     )
     return [
-        warning(
-            "NF019", name, problem, f"uninstall nanofleet there: {reset_command(str(address), outside=True)}"
-        )
+        warning("NF019", name, problem, f"uninstall nanofleet there: {reset_command(str(address), fleet_id)}")
         for name, address in before.items()
         if name not in addresses and address not in addresses.values()
     ]
@@ -125,11 +135,16 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
     facts: of the host (see the top of this file). limits: as for `host_findings`.
     """
     on, remove = f"(on {host})", f"remove {host} from the inventory"
-    upgrade = "Debian 12+ or Ubuntu 24.04+"
+    upgrade = "Debian 12 or 13 or Ubuntu 24.04"
     if facts.get("kernel") != "Linux" or facts.get("systemd") != "yes":
-        system = facts.get("kernel") or "an unknown system"
-        problem = f"This host's system ({system}) has no systemd; training runs are systemd units."
-        yield finding("NF103", host, problem, f"{remove}, or install {upgrade} on it")
+        problem = f"This host's system ({facts['kernel']}) has no systemd; training runs are systemd units."
+        fix = f"{remove}, or install {upgrade} on it"
+        if facts["kernel"] == "Linux":
+            fix = (
+                f"start {host} with systemd (in WSL: write the two lines [boot] and systemd=true to "
+                f"/etc/wsl.conf, then type on Windows: wsl --shutdown), or {remove}"
+            )
+        yield finding("NF103", host, problem, fix)
         return
     system, version = facts.get("distribution") or "unknown system", facts.get("systemd_version", "")
     if version.isdigit() and int(version) < MIN_SYSTEMD:
@@ -152,9 +167,15 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
         yield finding("NF106", host, problem, f"sudo apt install python3 python3-venv  {on}")
     elif not set(facts["python"]) & set(pythons):
         has = ", ".join(sorted(set(facts["python"]))) or "none"
-        problem = f"The training program needs Python {versions}, and this host ({system}) has {has}."
-        version = pythons[0]
-        fix = f"sudo apt install python{version}  (on {host}), or upgrade {host} to {upgrade}"
+        problem = (
+            f"The training program needs Python {versions}, and the Python from which setup.yml makes its "
+            f"environment on this host ({system}; runtime_python) is {has}."
+        )
+        fix = (
+            f"upgrade {host} to {upgrade}; or install another Python there and write its path at {host} in "
+            "the "
+            f"inventory, such as runtime_python: /usr/bin/python{pythons[0]}"
+        )
         yield finding("NF107", host, problem, fix)
     for command in facts["missing"]:
         package = PACKAGES.get(command, command)
@@ -201,15 +222,26 @@ def root_findings(
     """
     if "time" not in facts or (facts.get("uid") != "0" and may_become_root(variables)):
         output = " ".join(str(result.get(key) or "") for key in ("msg", "stderr", "stdout", "module_stdout"))
-        user = variables.get("ansible_user") or "the SSH user"
+        user = facts.get("login") or variables.get("ansible_user") or "the SSH user"
+        given = [name for name in ("ansible_become_password", "ansible_become_pass") if variables.get(name)]
         if "incorrect" in output.lower():
-            yield finding(
-                "NF110",
-                host,
-                f"sudo on this host refuses the password that was given for {user}.",
+            fix = (
                 f"repeat the command with -K, then type the password of {user} on {host}; if it is another "
-                f"one than on the other hosts, set ansible_become_password of {host} in the inventory",
+                f"one than on the other hosts, set ansible_become_password of {host} in the inventory"
             )
+            if given:  # it is used before -K
+                fix = f"correct {given[0]} of {host} in the inventory"
+            problem = f"sudo on this host refuses the password that was given for {user}."
+            yield finding("NF110", host, problem, fix)
+            return
+        if refused := re.search(r"[^\n]*(?:sudoers|sudo: (?:command )?not found)[^\n]*", output):
+            problem = f"The user {user} cannot use sudo on this host: {refused[0].strip()}"
+            fix = (
+                f"as root: apt install sudo && adduser {user} sudo  (on {host}), then repeat the command "
+                "after a "
+                f"minute with -K; or write ansible_become: false at {host} in the inventory"
+            )
+            yield finding("NF116", host, problem, fix)
             return
         fix = "repeat the command with -K (--ask-become-pass), then type the password"
         problem = f"sudo on this host asks for the password of {user}, and none was given."
@@ -223,4 +255,8 @@ def root_findings(
             "s), so the logs "
             "of the hosts would be shown in the wrong order."
         )
-        yield finding("NF112", host, problem, f"sudo timedatectl set-ntp true  (on {host})")
+        fix = (
+            f"sudo timedatectl set-ntp true  (on {host}; if NTP is not supported there: sudo apt install "
+            "systemd-timesyncd; if this is reported for all hosts, correct the clock of the controller)"
+        )
+        yield finding("NF112", host, problem, fix)

@@ -17,8 +17,11 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 EXAMPLE = "inventory/sample/hosts.yml"
 SAMPLE = (
+    f"list one host in the group coordinator and the others in workers (as in {EXAMPLE}); without an "
+    "inventory: "
     "cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to the command); "
-    "or, for two hosts on this machine: ansible-playbook lab.yml"
+    "or, "
+    "for two hosts on this machine: ansible-playbook lab.yml, then repeat the command without -i"
 )
 # Part of the message of ssh -> what it means, and the fix. The first match counts.
 SSH_ERRORS = {
@@ -27,14 +30,16 @@ SSH_ERRORS = {
         "{ssh}  (type yes if the key that ssh shows is the host's; if the key has changed, ssh names the "
         "line of known_hosts to delete)",
     ),
-    "permission denied": ("its SSH server refuses the user or the key", "ssh-copy-id{options} {target}"),
+    "permission denied": ("its SSH server refuses the user or the key", "ssh-copy-id{key}{options} {target}"),
     "could not resolve hostname": (
         "the controller finds no IP address for this name",
         "set ansible_host of {host} to its IP address in the inventory",
     ),
     "connection refused": (
         "the host is on, but no SSH server answers",
-        "sudo apt install openssh-server  (on {host})",
+        "sudo apt install openssh-server && sudo systemctl enable --now ssh  (on {host}); if its SSH server "
+        "uses "
+        "another port, set ansible_port of {host} in the inventory",
     ),
     "no route to host": (
         "the host is off or on another network",
@@ -87,14 +92,19 @@ def inventory_findings(
     for host, times in Counter(hosts).items():
         if times > 1:
             problem = "This host is listed both as coordinator and as worker."
-            fix = f"remove {host} from one of the groups coordinator and workers in the inventory"
+            group = "workers" if host == coordinators[0] else "coordinator"
+            fix = f"remove {host} from the group {group} in the inventory"
             yield finding("NF012", host, problem, fix)
     owners: dict[str, str] = {}
     for host, address in addresses.items():
         if address in owners:
             other = owners[address]
-            problem = f"This host and {other} have the same address, {address}: they are one machine."
-            fix = f"set ansible_host of {host} to its own address in the inventory, or remove {host} from it"
+            problem = f"This host and {other} have the same address, {address}."
+            fix = (
+                f"set the address of {host} in the inventory to its own (fleet_address if it is set there, "
+                "else "
+                f"ansible_host); if both are one machine, remove {host} from the inventory"
+            )
             yield finding("NF013", host, problem, fix)
         elif not resolved(address):
             problem = (
@@ -102,8 +112,8 @@ def inventory_findings(
                 "address for this name."
             )
             fix = (
-                f"set ansible_host of {host} to its IP address in the inventory; its addresses are listed "
-                f"by: ip -br address  (on {host})"
+                f"set the address of {host} in the inventory to its IP address (fleet_address if it is set "
+                f"there, else ansible_host); its addresses are listed by: ip -br address  (on {host})"
             )
             yield finding("NF014", host, problem, fix)
         owners.setdefault(address, host)
@@ -116,7 +126,9 @@ def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
         fix = (
             f"add to the inventory a group fleet with the children coordinator and workers (as in {EXAMPLE})"
         )
-        problem = "The inventory has no group fleet. Every playbook runs on the hosts of this group."
+        problem = (
+            "The inventory has no hosts in a group fleet. Every playbook runs on the hosts of this group."
+        )
         yield finding("NF016", "inventory", problem, fix)
     elif left_out:
         hosts_outside = ", ".join(left_out)
@@ -135,10 +147,14 @@ def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
             yield finding("NF018", host, problem, fix)
 
 
-def reset_command(host: str, outside: bool = False) -> str:
-    """The command that removes nanofleet from one host. outside: whether no inventory lists the host."""
+def reset_command(host: str, fleet_id: str = "") -> str:
+    """The command that removes nanofleet from one host.
+
+    fleet_id: name of the fleet that the host serves, if no inventory lists the host; `host` is then its
+    address.
+    """
     name = shlex.quote(host)
-    where = f"-i {name}, -u USER " if outside else ""
+    where = f"-i {name}, -u USER -e fleet_id={shlex.quote(fleet_id)} " if fleet_id else ""
     return f"ansible-playbook reset.yml {where}--limit {name} -e reset_confirm=true"
 
 
@@ -146,8 +162,8 @@ def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
     """The SSH command with which a person reaches a host as Ansible does, and its parts.
 
     host: the name of the host. variables: of this host. Keys of the result: host: the argument `host`. ssh:
-    the whole command. options: -p and ansible_ssh_common_args, each after a space; "" for none. target:
-    USER@ADDRESS, or ADDRESS if the inventory names no user.
+    the whole command. options: -p and ansible_ssh_common_args, each after a space; key: -i and the key file
+    after a space; both "" for none. target: USER@ADDRESS, or ADDRESS if the inventory names no user.
     """
     address = str(variables.get("ansible_host") or host)
     user = variables.get("ansible_user") or variables.get("ansible_ssh_user")
@@ -156,8 +172,11 @@ def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
     target = f"{user}@{address}" if user else address
     given = " ".join(str(variables.get("ansible_ssh_common_args") or "").split())
     options = (f" -p {port}" if port else "") + (f" {given}" if given else "")
-    ssh = f"ssh{options}" + (f" -i {key}" if key else "") + f" {target}"
-    return {"host": host, "ssh": ssh, "options": options, "target": target}
+    identity = f" -i {key}" if key else ""
+    return {
+        "host": host, "ssh": f"ssh{options}{identity} {target}", "options": options, "key": identity,
+        "target": target,
+    }  # fmt: skip
 
 
 def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -> Finding:

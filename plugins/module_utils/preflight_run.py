@@ -56,7 +56,7 @@ def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
         facts, need = request.reached[host], joining.get(host, request.needs[host])
         findings += _memory(host, facts, need, bool(request.stored), host in joining)
         findings += _disk(host, facts, need) if need.coordinates else []
-        findings += [] if request.on_gpu else _processor(host, facts, request.config)
+        findings += [] if request.on_gpu else _processor(host, facts, request)
         findings += _cpus(host, facts, request.config, need.ranks)
     return findings
 
@@ -157,11 +157,12 @@ def _elastic(request: Request) -> Iterator[Finding]:
         fix = "nothing, if the other hosts may wait"
         if one_keeps:
             fix += (
-                "; else repeat the command with -e elastic=true -e coordinator_failover=false  (only "
-                f"{next(iter(request.needs))} then keeps copies)"
+                "; else end the run (ansible-playbook stop.yml), then repeat the command with -e "
+                "elastic=true -e "
+                f"coordinator_failover=false  (only {next(iter(request.needs))} then keeps copies)"
             )
-        elif not request.stored:  # the depth of a run that exists is settled
-            fix += "; else repeat the command with a smaller -e depth"
+        elif not request.stored and request.config.stage != "sft":  # the checkpoint has the depth
+            fix += "; else start another run, with a smaller -e depth and -e run_id=NAME"
         yield warning("NF445", host, problem, fix)
 
 
@@ -267,6 +268,13 @@ class Need:
         """The need of the same run after a change of some settings. values: {setting: new value}."""
         return Need({**self.values, **values}, *self._others)
 
+    def fits(self, memory_gb: float, **values: Any) -> bool:
+        """Whether the run is possible after a change of some settings, and needs at most `memory_gb`."""
+        try:
+            return self.with_(**values).memory_gb <= memory_gb
+        except ValueError:  # for example a depth that n_kv_head does not allow
+            return False
+
     def described(self) -> str:
         """The parts of the needed memory in GiB as text, the largest first."""
         parts = {name: self.ranks * size for name, size in self.parts.items()}
@@ -283,27 +291,30 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool, joins: bool) -> 
     if not (limit := memory_of(facts)):
         return
     total, needed, depth = _total_gb(facts), need.memory_gb, need.config.depth
-    subject = f"{need.ranks} ranks of depth {depth} need" if need.ranks > 1 else f"Depth {depth} needs"
+    subject = f"{need.ranks} ranks with depth {depth} need" if need.ranks > 1 else f"Depth {depth} needs"
     if needed > limit:
         parts = need.described()
         has = "the host has" if limit == total else "the setting fleet_memory allows"
         problem = f"{subject} about {needed:.1f} GiB of memory on this host ({parts}); {has} {limit:.1f} GiB."
         # A run that is resumed keeps its depth.
-        smaller = [] if resumes else [d for d in range(1, depth) if need.with_(depth=d).memory_gb <= limit]
+        fixed = resumes or need.config.stage == "sft"  # the checkpoint has the depth
+        smaller = [] if fixed else [d for d in range(1, depth) if need.fits(limit, depth=d)]
         if smaller:
             fix = f"repeat the command with -e depth={smaller[-1]}"
         else:
             fix = f"remove {host} from the inventory"
+            if need.coordinates:
+                fix = "make a host with more memory the coordinator in the inventory"
         rows = range(1, need.config.device_batch_size)
-        fewer = [n for n in rows if need.with_(device_batch_size=n).memory_gb <= limit]
-        if joins and fewer:
+        fewer = [n for n in rows if need.fits(limit, device_batch_size=n)]
+        if fewer and not smaller:
             fix = (
                 f"write fleet_device_batch_size: {fewer[-1]} at {host} in the inventory, then repeat the "
                 "command"
             )
-        elif not joins and need.with_(coordinator_failover="false").memory_gb <= limit:
+        elif not joins and need.fits(limit, coordinator_failover="false"):
             fix = "repeat the command with -e coordinator_failover=false: this host then keeps no copies"
-        elif not joins and need.with_(elastic="false").memory_gb <= limit:
+        elif not joins and need.fits(limit, elastic="false"):
             fix = "repeat the command with -e elastic=false: no host then keeps copies of the state"
         yield finding("NF401", host, problem, fix)
         return
@@ -379,7 +390,8 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
     if free < 2 * size:
         yield finding("NF403", host, problem, fix)
     else:
-        fewer = f", or repeat the command with -e keep_checkpoints={keep - 1}" if keep > 1 else ""
+        fit = min(keep - 1, int(free // size) - 2)
+        fewer = f", or repeat the command with -e keep_checkpoints={fit}" if fit >= 1 else ""
         yield warning("NF404", host, problem, fix + fewer)
 
 
@@ -397,7 +409,8 @@ def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]
         )
         fix = (
             f"write fleet_cpus: {listed}, or a part of these processors, at {host} in the inventory; or "
-            "remove fleet_cpus there to use all"
+            "remove "
+            "fleet_cpus (from the inventory, or -e fleet_cpus) to use all"
         )
         yield finding("NF424", host, problem, fix)
         return
@@ -411,9 +424,10 @@ def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]
             f"processor{'s' if usable > 1 else ''}"
         )
         problem = f"{name} is {threads}, but {has}: threads would wait for each other in every step."
+        then = "has a thread on each processor of fleet_cpus" if chosen else "measures the fastest number"
         fix = (
-            f"remove fleet_threads of {host} from the inventory: the next run then measures the fastest "
-            "number"
+            f"remove fleet_threads of {host} from the inventory (or -e fleet_threads): the next run then "
+            f"{then}"
         )
         if config.threads:
             fix = f"repeat the command with -e threads=auto  (or -e threads={max(1, usable // ranks)})"
@@ -426,7 +440,7 @@ def _is_within(part: str, online: set[int]) -> bool:
     return bool(named) and named <= online
 
 
-def _processor(host: str, facts: Facts, config: Any) -> Iterator[Finding]:
+def _processor(host: str, facts: Facts, request: Request) -> Iterator[Finding]:
     """Findings about the matrix instructions of the processor.
 
     Only x86-64 processors list their instructions in enough detail.
@@ -435,12 +449,14 @@ def _processor(host: str, facts: Facts, config: Any) -> Iterator[Finding]:
     if facts.get("machine") != "x86_64" or not flags:
         return
     has = f"its vector instructions are {', '.join(flags)}"
-    if config.dtype == "bfloat16" and not NATIVE_BF16 & set(flags):
+    if request.config.dtype == "bfloat16" and not NATIVE_BF16 & set(flags):
         problem = (
             "dtype is bfloat16, but the processor of this host has no instructions for bfloat16 "
             f"({has}): a step would take minutes."
         )
-        fix = "repeat the command with -e dtype=auto  (selects the faster format on every host)"
+        fix = "repeat the command with -e dtype=auto  (each host then uses the format that is faster there)"
+        if request.stored:  # a run keeps its dtype
+            fix = f"remove {host} from the inventory, or start a new run: add -e dtype=auto -e run_id=NAME"
         yield finding("NF405", host, problem, fix)
     if "avx2" not in flags:
         problem = (

@@ -85,12 +85,23 @@ def _ports(host: str, facts: Facts) -> Iterator[Finding]:
         low, high = map(int, span.split("-"))
         count = high - low + 1
         if int(used) >= FULL * count:
-            who, end = holder(_process(" ".join(rest)), low)
-            problem = (
-                f"{used} of the {count} ports {span} of this host are in use, {most} of them by {who}. The "
-                "ranks of a run need free ports in this range."
+            process = _process(" ".join(rest))
+            who, end = holder(process, low)
+            held = f", {most} of them by {who}" if process["pid"] else ""
+            fix = (
+                f"{end}  (on {host})"
+                if process["pid"]
+                else (
+                    "wait a minute, if they belong to closed connections (TIME-WAIT); they are listed by: "
+                    "sudo ss "
+                    f"-Htanp 'sport >= :{low} and sport <= :{high}'  (on {host})"
+                )
             )
-            yield warning("NF221", host, problem, f"{end}  (on {host})")
+            problem = (
+                f"{used} of the {count} ports {span} of this host are in use{held}. The ranks of a run need "
+                "free ports in this range."
+            )
+            yield warning("NF221", host, problem, fix)
 
 
 def _unit(host: str, facts: Facts) -> Iterator[Finding]:
@@ -101,10 +112,10 @@ def _unit(host: str, facts: Facts) -> Iterator[Finding]:
         problem = (
             f"A unit file {path} exists on this host, so systemd cannot start the run's own unit {name}."
         )
-        fix = (
-            f"sudo rm {path} && sudo systemctl daemon-reload  (on {host}; or give the run another name: -e "
-            "run_id=NAME)"
-        )
+        remove = f"sudo rm {path} && sudo systemctl daemon-reload"
+        if not facts.get("becomes", True):  # a unit of the user's own systemd
+            remove = f"rm {path} && systemctl --user daemon-reload"
+        fix = f"{remove}  (on {host}), or start a new run with another name: -e run_id=NAME"
         yield finding("NF407", host, problem, fix)
 
 
@@ -121,7 +132,8 @@ def _load(host: str, facts: Facts) -> Iterator[Finding]:
     )
     pid = busy[0][1] if busy else ""
     typed = (
-        f"lower its priority: sudo renice -n 19 -p {pid}, or end it: sudo kill {pid}  (on {host})"
+        f"lower its priority: sudo renice -n 19 -p $(ls /proc/{pid}/task), or end it: sudo kill {pid}  (on "
+        f"{host})"
         if busy
         else f"end programs that are not needed: sudo kill PID  (on {host}; top lists them with their PID)"
     )
@@ -182,6 +194,6 @@ def _battery(host: str, facts: Facts) -> Iterator[Finding]:
         yield warning(
             "NF122",
             host,
-            f"This host runs on its battery{left}. Training ends when the battery is empty.",
+            f"This host runs on its battery{left}. It goes off when the battery is empty.",
             fix,
         )

@@ -43,9 +43,11 @@ def project_folder(path: str) -> str:
 
 
 def cache_folder(path: str) -> tuple[str, bool]:
-    """The folder for files that can be made again. Returns (folder, whether it is permanent).
+    """The folder for files that can be created again, such as wheels.
 
-    path: of a playbook or role. The folder is the checkout; for an installed collection it is
+    Returns (folder, whether it is permanent).
+
+    path: the path of a playbook or role. The folder is the checkout; for an installed collection it is
     $XDG_CACHE_HOME/nanofleet or ~/.cache/nanofleet. If this folder cannot be written (a container without a
     home), the result is a temporary folder of this user, which is not permanent. Raises PermissionError if
     the temporary folder belongs to another user, or other users may write to it.

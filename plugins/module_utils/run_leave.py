@@ -14,6 +14,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
     answered,
     coordinator,
     is_over,
+    resume_command,
 )
 
 
@@ -63,5 +64,5 @@ def report(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) -> 
     rest = [host for host, state in answered(states).items() if host not in leaving and not is_over(state)]
     return (
         f"{', '.join(leaving)} left the run {run_id}, which continues on {', '.join(rest)}.\n"
-        f"Take part again: ansible-playbook train.yml -e run_id={run_id}"
+        f"Take part again: {resume_command(run_id, states)}"
     )

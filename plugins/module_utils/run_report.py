@@ -19,6 +19,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
     is_over,
     not_met,
     rank_zero,
+    resume_command,
     transferred_to,
 )
 from ansible_collections.nanofleet.fleet.trainer.formatting import duration
@@ -179,7 +180,7 @@ def failure(states: Mapping[str, State], run_id: str, subcommand: str = "train")
     causes += [f"it has made steps and is still active on {', '.join(late)}"] if late else []
     outcomes = {host: state["outcome"] or {} for host, state in reached.items()}
     errors = errors_of(reached)[1:]
-    repeat = f"then: ansible-playbook train.yml -e run_id={run_id}"
+    repeat = f"then: {resume_command(run_id, states)}"
     return screen(
         [
             *errors,
@@ -302,7 +303,7 @@ def stopped(
     ]
     lines += others_active(states, run_id)
     if not any((state["outcome"] or {}).get("outcome") == "finished" for state in reached.values()):
-        lines.append(f"Resume it: ansible-playbook train.yml -e run_id={run_id}")
+        lines.append(f"Resume it: {resume_command(run_id, states)}")
     return screen(lines)
 
 

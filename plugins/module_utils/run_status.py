@@ -81,14 +81,14 @@ def hosts_and_facts(
     lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
     lines += [
         f"Missing:     {reached[host]['run_dir']} on {host}, where the unit is "
-        f"{text.unit_word(reached[host])}. Restore it: ansible-playbook train.yml -e run_id={run_id}"
+        f"{text.unit_word(reached[host])}. Restore it: {facts.resume_command(run_id, reached)}"
         for host in deleted
     ]
     lines += [*reboots(found, run_id), *_starting(found), *_problems(found), *_figures(found, tracker_page)]
     outcomes = {(state["outcome"] or {}).get("outcome") for state in found.values()}
     over = found and all(state["ended"] and not state.get("rebooted") for state in found.values())
     if over and "finished" not in outcomes:
-        lines.append(f"Resume:      ansible-playbook train.yml -e run_id={run_id}")
+        lines.append(f"Resume:      {facts.resume_command(run_id, found)}")
     # Without the requested run, no command that ends another one is shown.
     lines += text.others_active(states, run_id) if found or not run_id else []
     shown = text.errors_of(found) if errors else []
@@ -124,9 +124,9 @@ def no_such_run(reached: Mapping[str, State], run_id: str) -> str:
     meant = f" Did you mean {near[0]}?" if near else ""
     known = ", ".join(f"{name} (active)" if active else name for name, active in runs.items())
     if not known:
-        return f"No host has a run {run_id}, and no other run was started on these hosts."
+        return f"No host that answers has a run {run_id}, and no other run was started on these hosts."
     return (
-        f"No host has a run {run_id}.{meant} Known runs: {known}. "
+        f"No host that answers has a run {run_id}.{meant} Known runs: {known}. "
         "Fix: repeat the command with one of them: -e run_id=NAME"
     )
 
@@ -264,7 +264,7 @@ def reboots(found: Mapping[str, State], run_id: str) -> list[str]:
         + (
             "The host restarts it by itself."
             if host in automatic
-            else f"Restart it: ansible-playbook train.yml -e run_id={run_id}"
+            else f"Restart it: {facts.resume_command(run_id, found)}"
         )
         for host, moment in rebooted(found).items()
     ]

@@ -214,3 +214,14 @@ def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if outcome.get("outcome") == "final" and transfer.get("host") in states:
             return dict(transfer)
     return {}
+
+
+def resume_command(run_id: str, states: Mapping[str, Any]) -> str:
+    """The command that resumes a run. states: host -> result of run_state.
+
+    A fine-tuning also needs its conversations, with the same content as before.
+    """
+    configs = [(state.get("run_file") or {}).get("config") or {} for state in states.values()]
+    base = next((config["parent"].split("/")[0] for config in configs if config.get("stage") == "sft"), "")
+    more = f" -e stage=sft -e from_run={base} -e conversations=FILE.jsonl" if base else ""
+    return f"ansible-playbook train.yml -e run_id={run_id}{more}"

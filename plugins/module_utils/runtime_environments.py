@@ -70,7 +70,9 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
                 "NF302",
                 host,
                 f"This host has {name} {version}, and other hosts have {usual}. All need the same version.",
-                SETUP,
+                "set the same runtime_torch_index for all hosts with runtime_torch: cuda in the inventory, "
+                "then: "
+                f"{SETUP}",
             )
     trainers = {host: each["project"] for host, each in environments.items() if each.get("project")}
     for host, digest, usual in unlike_most(trainers):

@@ -24,11 +24,16 @@ from ansible_collections.nanofleet.fleet.trainer.presets import PRESETS, apply_p
 COLLECTION = Path(__file__).resolve().parents[2]
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-RENAMED = {"bench_stages": "bench_cases"}  # settings of earlier versions
+RENAMED = {"bench_stages": "bench_cases", "batch_size": "device_batch_size"}
+"""Names of earlier versions, and names that others use."""
 FOREIGN = ("ansible_", "awx_", "tower_")
 """Prefixes of names that Ansible itself, AWX and Ansible Automation Platform set."""
 # Example values for remedies, where the default is empty or does not help.
-EXAMPLES = {"run_id": "evening-1", "stop_now": "true", "leave": "laptop", "preset": next(iter(PRESETS))}
+EXAMPLES = {
+    "run_id": "evening-1", "stop_now": "true", "leave": "laptop", "preset": next(iter(PRESETS)),
+    "stage": "sft", "follow": "true", "every_rank": "true", "since": "10min", "checkpoint": "step_000500",
+    "shares": "auto",
+}  # fmt: skip
 SETTINGS_FILE = "inventory/sample/group_vars/fleet.yml"
 SAMPLE = (SETTINGS_FILE, "inventory/sample/hosts.yml")
 Spec = Mapping[str, Any]
@@ -104,7 +109,7 @@ def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
             f"repeat the command with -e {word}=VALUE  (no spaces around =; quote a value that contains "
             "spaces: -e 'NAME=\"a b\"')"
         )
-        return finding("NF002", f"-e {word}", f"The setting {word} has no value.", fix)
+        return finding("NF002", f"-e {word}", f"-e contains {word} without =VALUE.", fix)
     lower = {known.lower(): known for known in names}
     near = difflib.get_close_matches(RENAMED.get(name, name).lower(), list(lower), n=1)
     if not near:
@@ -210,7 +215,9 @@ def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) 
     with_steps = [host for host, values in by_host.items() if "steps" in values]
     if "num_iterations" in asked and with_steps:
         problem = "steps and num_iterations are two names of one setting, and both have a value."
-        typed = f"repeat the command without -e num_iterations={asked['num_iterations']}"
+        typed = f"repeat the command with -e steps={asked['num_iterations']} instead of -e num_iterations"
+        if "steps" in asked:
+            typed = f"repeat the command without -e num_iterations={asked['num_iterations']}"
         findings.append(finding("NF005", label("steps", with_steps), problem, typed))
     problems: dict[tuple[str, str], list[str]] = {}
     for host, values in by_host.items():
@@ -220,8 +227,13 @@ def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) 
             if message:
                 problems.setdefault((name, message), []).append(host)
     for (name, message), hosts in problems.items():
-        instead = f" instead of -e {name}={asked[name]}" if name in asked else ""
-        typed = f"repeat the command with -e {name}={example(name, message)}{instead}"
+        value = example(name, message)
+        typed = f"repeat the command with -e {name}={value} instead of -e {name}={asked.get(name)}"
+        if label(name, hosts).startswith("inventory"):
+            of_host = " (or of ansible_host, if it is not set)" if name == "fleet_address" else ""
+            typed = f"correct the value of {name}{of_host} in the inventory, for example {value}"
+        elif name not in asked:
+            typed = f"repeat the command with -e {name}={value}"
         if message.endswith("Leave one of them out."):
             typed = "repeat the command without one of the two, or delete one of them in the inventory"
         findings.append(finding("NF006", label(name, hosts), message, typed))
@@ -240,7 +252,7 @@ def _differing(name: str, by_host: Mapping[str, Mapping[str, Any]]) -> Iterator[
         each = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
         problem = f"{name} differs between the hosts ({each}); all hosts need the same value."
         once = (
-            f"write {name}: VALUE once into group_vars/fleet.yml of the inventory, and delete {name} at the "
-            "single hosts (hosts.yml, host_vars/)"
+            f"write {name}: VALUE once into group_vars/fleet.yml of the inventory, and delete every other "
+            f"{name} there (hosts.yml, host_vars/, other files of group_vars/)"
         )
         yield finding("NF007", f"inventory {name}", problem, once)

@@ -30,10 +30,10 @@ PLAYBOOK = re.compile(r"(\bansible-playbook )(?:playbooks/)?(\w+)\.yml\b")
 
 
 def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, folder: Path) -> str:
-    """The options -i and -K that a command in a message needs, each followed by a blank.
+    """The options -i and -K that a command in a message needs, each followed by a space; "" for none.
 
-    given: inventories of the running command. usual: inventories of a command without -i. asks_password:
-    whether -K was given. folder: the current directory; paths below it become relative.
+    given: inventories of the running command. usual: the default inventories, which need no -i.
+    asks_password: whether -K was given. folder: the current directory; paths below it become relative.
     """
     words = []
     for source in given if list(given) != list(usual) else ():
@@ -43,12 +43,19 @@ def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, fol
     return "".join(f"{word} " for word in [*words, *(["-K"] if asks_password else [])])
 
 
-def settings(extra_vars: Sequence[str]) -> str:
-    """The given -e options that setup.yml and doctor.yml also need (SETTINGS), each followed by a blank."""
+def settings(extra_vars: Sequence[str], text: str = "") -> str:
+    """The given -e options that setup.yml and doctor.yml also need (SETTINGS), each followed by a space.
+
+    text: the message. A setting that it asks to write into the inventory is left out: -e would override it.
+    """
     words = []
     for given in extra_vars:
         pairs = parse_kv(given) if given[:1] not in "@{[" else {}
-        words += ["-e " + shlex.quote(f"{name}={pairs[name]}") for name in SETTINGS if name in pairs]
+        words += [
+            "-e " + shlex.quote(f"{name}={pairs[name]}")
+            for name in SETTINGS
+            if name in pairs and f"write {name}:" not in text
+        ]
     return "".join(f"{word} " for word in words)
 
 
@@ -82,7 +89,7 @@ def as_typed(text: Any, data: str = "") -> Any:
         bool(cli.get("become_ask_pass")),
         Path(os.environ.get("PWD", os.getcwd())),
     )
-    given = settings(cli.get("extra_vars") or ())
+    given = settings(cli.get("extra_vars") or (), str(text))
     if data and "data_dir=" not in given and not (Path(data) / "manifest.json").exists():
         given += "-e data_dir=FOLDER "
     return typed(str(text), needed, given)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_reading import read_firewalls
 
@@ -12,7 +14,10 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={"interface": {"type": "str", "default": ""}}, supports_check_mode=True
     )
-    module.exit_json(changed=False, **read_firewalls(module.params["interface"]))
+    found = read_firewalls(module.params["interface"])
+    if os.geteuid() != 0:  # only root sees all rules
+        found["rules"] = None
+    module.exit_json(changed=False, **found)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,12 @@ def listed(folder: str, name: str, sha256: str | None = None) -> dict[str, Any]:
 
 
 def list_files(folder: str, checkpoint: str) -> list[dict[str, Any]]:
-    """List the files of a run that are named in KEPT, and all files of one of its checkpoints.
+    """List the files of KEPT that a run has, and a checkpoint's meta.json and the files that it names.
 
     Returns [{"name", "size" (bytes), "sha256"}]. folder: the run directory. checkpoint: the path of the
-    checkpoint in it, "" for none. The sha256 of a checkpoint's files are those that its meta.json records.
-    Raises ValueError if a file is a link, or if meta.json names a file outside of the checkpoint.
+    checkpoint relative to `folder`, "" for none. The sha256 of the files that meta.json names are those that
+    it records. Raises ValueError if a file is a link, or if meta.json names a file outside of the checkpoint,
+    FileNotFoundError if the checkpoint has no meta.json.
     """
     found = [listed(folder, name) for name in KEPT if os.path.isfile(os.path.join(folder, name))]
     if checkpoint:

@@ -43,7 +43,7 @@ def test_a_login_without_a_proper_password_is_refused(three: Three, dataset: Pat
             tracker_auth=True,
             tracker_password=json.dumps(password)[1:-1],
         ).stdout
-        assert "ansible-vault encrypt_string --name tracker_password" in " ".join(words.split())
+        assert "ansible-vault encrypt_string --prompt --name tracker_password" in " ".join(words.split())
         assert not password or password not in words
 
 

@@ -88,6 +88,13 @@ def test_setup_gets_the_path_of_the_data() -> None:
 
 
 @pytest.mark.usefixtures("_given")
+@pytest.mark.parametrize("_given", [{"extra_vars": ("store_port=29511",)}], indirect=True)
+def test_a_port_to_be_written_into_the_inventory_is_not_overridden() -> None:
+    fix = "write store_port: PORT into group_vars/fleet.yml of the inventory: ansible-playbook setup.yml"
+    assert plugin.as_typed(fix) == fix
+
+
+@pytest.mark.usefixtures("_given")
 @pytest.mark.parametrize("_given", [{}, {"extra_vars": ("data_dir=/my/data",)}], indirect=True)
 def test_setup_is_not_sent_to_a_folder_without_data(tmp_path: Path) -> None:
     printed = "Send the data again: ansible-playbook setup.yml"

@@ -16,7 +16,7 @@ def test_a_wrong_interface_is_reported_without_its_consequences() -> None:
     found = only(measured)
     assert (found["code"], found["host"]) == ("NF521", "laptop")
     assert "docker0" in found["problem"]
-    assert "set it to eth0" in found["remedy"]
+    assert "set that of laptop to eth0" in found["remedy"]
 
 
 def test_the_network_roles_sentence_is_split_into_problem_and_remedy() -> None:
@@ -78,7 +78,7 @@ def test_a_slow_path_is_reported_with_its_sender_and_what_a_step_needs_of_it() -
     predict(measured)
     found = only(measured)
     assert found["problem"].endswith(f"the speed of training. {NEEDS}")
-    assert "ansible-playbook train.yml -e sync=exact or -e sync=local" in found["remedy"]
+    assert "ansible-playbook train.yml -e sync=exact or with -e sync=local" in found["remedy"]
     predict(measured, advice=())
     assert "sync=exact" not in str(only(measured)), "it would not be faster"
 

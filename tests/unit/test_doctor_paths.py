@@ -45,6 +45,7 @@ def test_a_blocked_store_port_is_reported_with_its_state(state: str, words: str)
 
 def test_setup_fixes_ufw_without_a_rule_for_the_peer() -> None:
     measured = fleet("tower", "laptop")
+    measured["tower"]["firewall"] = []
     close_ports(measured, "tower", "laptop", "filtered")
     measured["laptop"]["firewall"] = [UFW]
     found = only(measured)
@@ -57,6 +58,7 @@ def test_setup_fixes_ufw_without_a_rule_for_the_peer() -> None:
 
 def test_rules_about_other_packets_are_not_the_cause() -> None:
     measured = fleet("tower", "laptop")
+    measured["tower"]["firewall"] = []
     close_ports(measured, "tower", "laptop", "filtered")
     for innocent in (
         {"source": "10.0.0.9"}, {"ports": "22,80"}, {"protocol": "udp"}, {"length": "1301:65535"},
@@ -135,6 +137,18 @@ def test_no_answer_at_all_from_a_host_that_the_controller_reaches() -> None:
     found = only(measured)
     assert found["code"] == "NF523"
     assert "fleet_address of laptop" in found["remedy"]
+    measured["laptop"]["firewall"] = [UFW]  # and no rule that admits the host
+    assert only(measured)["code"] == "NF528"
+
+
+def test_rules_that_only_root_can_read_are_not_taken_for_no_rules() -> None:
+    measured = fleet("tower", "laptop")
+    close_ports(measured, "tower", "laptop", "filtered")
+    measured["laptop"]["firewall"], measured["tower"]["firewall"] = [], None
+    found = only(measured)
+    assert found["problem"].endswith("Only root can read the firewall rules of tower.")
+    assert found["remedy"].startswith("repeat the command with -K")
+    assert "(on tower)" in found["remedy"]
 
 
 def test_a_silent_port_and_another_program_have_different_findings() -> None:
@@ -143,5 +157,6 @@ def test_a_silent_port_and_another_program_have_different_findings() -> None:
         close_ports(measured, "tower", "laptop", state)
         found = only(measured)
         assert found["code"] == code
-        assert f"sudo ss -Hltnp 'sport = :{LOW + 311} or sport = :{LOW} or " in found["remedy"]
-        assert ("ping -c 100 10.0.0.2" in found["remedy"]) == (state == "silent")
+        listed = f"sudo ss -Hltnp 'sport = :{LOW + 311} or sport = :{LOW} or " in found["remedy"]
+        assert listed == ("ping -c 100 10.0.0.2" in found["remedy"]) == (state == "silent")
+        assert ("ip neigh show 10.0.0.2" in found["remedy"]) == (state == "foreign")

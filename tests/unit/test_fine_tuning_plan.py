@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import fine_tuning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.fine_tuning import FineTuningRefusedError
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import resume_command
 from ansible_collections.nanofleet.fleet.plugins.modules import parent_checkpoint
 from role_files import call
 from run_states import HOSTS, plan, state
@@ -155,10 +156,27 @@ def test_a_fix_can_be_typed() -> None:
         (found(known=False, runs=[]), "", "", "ansible-playbook train.yml -e run_id=first"),
         (found(checkpoint(20), one), "", "first/step_000010", "-e from_checkpoint=first/step_000040"),
         (found(tuned=[begun]), "chat", "", f"dest={RUNS}/first/checkpoints/"),
+        (found(run="", known=False), "", "/home/me/step_000040/", "-e from_checkpoint=/var/lib/nanofleet/"),
+        (found(run="", known=False), "", "/srv/step_000040", "sudo chmod -R a+rX /srv/step_000040  (on"),
     ):
         with pytest.raises(FineTuningRefusedError) as error:
             decided(found_there, GIVEN, run_id, asked)
         assert typed in error.value.finding["remedy"]
+
+
+def test_a_run_whose_settings_cannot_be_read_stops_no_other_one() -> None:
+    one = checkpoint(40)
+    later = {**tuned(one, run_id="chat"), "config": {"depth": "many"}}
+    assert decided(found(one, tuned=[later]), GIVEN, "")["arguments"]
+    refused("NF426", found(one, tuned=[later]), GIVEN, "chat")
+
+
+def test_the_command_that_resumes_a_fine_tuning_is_whole() -> None:
+    states = {"tower": {"run_file": {"config": tuned(checkpoint(40))["config"]}}, "laptop": {}}
+    assert resume_command("chat", states) == (
+        "ansible-playbook train.yml -e run_id=chat -e stage=sft -e from_run=first -e conversations=FILE.jsonl"
+    )
+    assert resume_command("a", {"tower": {"run_file": {"config": BASE.to_dict()}}}).endswith(" -e run_id=a")
 
 
 def test_a_run_of_another_base_or_without_any_checkpoint_is_refused() -> None:

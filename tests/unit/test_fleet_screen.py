@@ -73,7 +73,7 @@ class TestRunView:
         there = {"found": False, "run_id": "frist", "heartbeats": [], "runs": [{"run_id": "first"}]}
         view.fold("a", state(0) | there)
         assert view.unknown == (
-            "No host has a run frist. Did you mean first? Known runs: first. "
+            "No host that answers has a run frist. Did you mean first? Known runs: first. "
             "Fix: repeat the command with one of them: -e run_id=NAME"
         )
         assert progress.run_plain(view) == "the run: no host has it"

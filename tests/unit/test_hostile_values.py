@@ -127,7 +127,7 @@ def test_train_yml_refuses_the_second_host_s_value_before_a_host_is_touched(tmp_
 def test_no_value_is_a_command_in_the_probe(value: str, tmp_path: Path) -> None:
     value = value.replace("MARK", str(tmp_path / "mark"))
     script = rendered(
-        "preflight", "probe.sh.j2", preflight_pythons=[value], preflight_memory_limit=value,
+        "preflight", "probe.sh.j2", preflight_python=value, preflight_memory_limit=value,
         preflight_prefix=value, preflight_state_dir="/var/lib/nanofleet",
     )  # fmt: skip
     printed = subprocess.run(["sh"], input=script, cwd=tmp_path, capture_output=True, text=True, check=True)

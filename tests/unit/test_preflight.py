@@ -45,6 +45,7 @@ def test_good_knobs_pass_as_text_and_as_numbers() -> None:
         ("network_port_lo", "network_port_low"),
         ("nanofleet_usr", "nanofleet_user"),
         ("bench_stages", "bench_cases"),
+        ("batch_size", "device_batch_size"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) -> None:
@@ -89,7 +90,7 @@ def test_a_name_like_no_other_points_to_the_list() -> None:
 
 def test_a_word_without_a_value_is_refused() -> None:
     [(where, problem, remedy)] = check({"_raw_params": "depth 8"})
-    assert (where, problem) == ("-e depth", "The setting depth has no value.")
+    assert (where, problem) == ("-e depth", "-e contains depth without =VALUE.")
     assert "-e depth=VALUE" in remedy
     assert "-e 'NAME=\"a b\"'" in remedy  # a word may also be what a blank has cut off a value
 
@@ -139,6 +140,13 @@ def test_a_value_that_cannot_be_used_gets_a_sentence(
     assert problem == sentence
     assert typed.startswith("repeat the command with -e ")
     assert typed.partition(" instead of ")[0].endswith(remedy)
+
+
+def test_a_value_of_the_inventory_is_corrected_there() -> None:
+    """An -e would set it for all hosts."""
+    [(where, _, typed)] = check({}, {"fleet_address": "me@10.0.0.1"})
+    assert where == "inventory fleet_address"
+    assert typed.startswith("correct the value of fleet_address (or of ansible_host, if it is not set) in")
 
 
 def test_two_settings_of_the_length_are_refused() -> None:
@@ -191,6 +199,10 @@ def test_templates_are_left_to_where_they_are_used() -> None:
 def test_both_names_of_the_steps_are_refused() -> None:
     [(where, problem, typed)] = check({"steps": "20", "num_iterations": "30"})
     assert (where, typed) == ("-e steps=20", "repeat the command without -e num_iterations=30")
+    [(where, _, typed)] = check({"num_iterations": "30"}, {"steps": 20})
+    assert (where, typed) == (
+        "inventory steps", "repeat the command with -e steps=30 instead of -e num_iterations"
+    )  # fmt: skip
     assert problem == "steps and num_iterations are two names of one setting, and both have a value."
 
 
@@ -240,7 +252,7 @@ def _every_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
             ["b"],
             {"a": "10.0.0.1", "b": "10.0.0.1"},
             "b",
-            "This host and a have the same address, 10.0.0.1: they are one machine.",
+            "This host and a have the same address, 10.0.0.1.",
         ),
         (
             ["a"],
@@ -267,7 +279,7 @@ def test_an_inventory_that_is_no_fleet_gets_a_sentence(
         (
             [],
             "inventory",
-            "The inventory has no group fleet. Every playbook runs on the hosts of this group.",
+            "The inventory has no hosts in a group fleet. Every playbook runs on the hosts of this group.",
             "a group fleet with the children",
         ),
         (
@@ -295,7 +307,7 @@ def test_a_fleet_that_is_not_its_coordinator_and_workers_is_refused(
 
 def test_an_empty_inventory_points_to_the_sample() -> None:
     [found] = preflight.inventory_findings({}, [], [], [])
-    assert found["remedy"].startswith("cp -r inventory/sample")
+    assert "cp -r inventory/sample" in found["remedy"]
 
 
 @pytest.mark.usefixtures("_every_name_resolves")

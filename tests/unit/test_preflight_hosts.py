@@ -25,9 +25,11 @@ def test_without_python_it_reports_it() -> None:
 def test_an_old_python_is_named() -> None:
     [(problem, remedy)] = host(GOOD.replace("3.11", "3.9").replace("debian 12", "debian 11"))
     assert problem == (
-        "The training program needs Python 3.11 or 3.12 or 3.13, and this host (debian 11) has 3.9."
+        "The training program needs Python 3.11 or 3.12 or 3.13, and the Python from which setup.yml makes "
+        "its environment on this host (debian 11; runtime_python) is 3.9."
     )
-    assert "python3.11" in remedy
+    assert "runtime_python: /usr/bin/python3.11" in remedy
+    assert "is none." in host(GOOD.replace("python=3.11\n", ""))[0][0]  # runtime_python names no file
 
 
 @pytest.mark.parametrize(("old", "new"), [("systemd=yes\n", ""), ("kernel=Linux", "kernel=Darwin")])
@@ -35,6 +37,7 @@ def test_only_linux_with_systemd_can_run(old: str, new: str) -> None:
     [(problem, remedy)] = host(GOOD.replace(old, new))
     assert "has no systemd; training runs are systemd units" in problem
     assert "remove laptop from the inventory" in remedy
+    assert ("wsl --shutdown" in remedy) == (old == "systemd=yes\n")
 
 
 @pytest.mark.parametrize(
@@ -99,15 +102,36 @@ def test_the_probe_looks_for_every_command_that_a_host_needs() -> None:
 def test_a_clock_that_is_off(time: int, words: str) -> None:
     [(problem, remedy)] = host(root=put(ROOT_OK, time=str(time)))
     assert problem.startswith(f"The clock of this host is {words} that of the controller (allowed: ")
-    assert remedy == "sudo timedatectl set-ntp true  (on laptop)"
+    assert remedy.startswith("sudo timedatectl set-ntp true  (on laptop;")
 
 
 def test_sudo_that_wants_a_password() -> None:
     [(problem, remedy)] = host(root="", msg="Task failed: Missing sudo password")
     assert problem == "sudo on this host asks for the password of me, and none was given."
     assert remedy.startswith("repeat the command with -K")
-    [(problem, _)] = host(root="", msg="Incorrect sudo password")
+    [(problem, remedy)] = host(root="", msg="Incorrect sudo password")
     assert problem == "sudo on this host refuses the password that was given for me."
+    assert remedy.startswith("repeat the command with -K")
+    inventory = {"ansible_become_password": "wrong"}  # Ansible uses it before that of -K
+    [(_, remedy)] = host(root="", msg="Incorrect sudo password", variables=inventory)
+    assert remedy == "correct ansible_become_password of laptop in the inventory"
+
+
+@pytest.mark.parametrize(
+    "printed", ["ada is not in the sudoers file.  This incident will be reported.", "sh: 1: sudo: not found"]
+)
+def test_a_user_without_sudo_is_not_sent_to_the_option_of_passwords_alone(printed: str) -> None:
+    [found] = reported(put(GOOD, login="ada"), "", msg=f"Task failed\n{printed}\n")
+    assert found["code"] == "NF116"
+    assert found["problem"] == f"The user ada cannot use sudo on this host: {printed}"
+    assert "adduser ada sudo" in found["remedy"]
+    assert "ansible_become: false at laptop" in found["remedy"]
+
+
+def test_a_shell_that_runs_no_command_is_named() -> None:
+    [found] = reported("This account is currently not available.\n", "")
+    assert found["code"] == "NF115"
+    assert found["remedy"].startswith("connect by hand to see why: ssh ")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_too_little_free_memory_is_a_warning_that_names_the_biggest_process() ->
 def test_memory_counts_every_rank_and_what_the_unit_may_use() -> None:
     assert run.Need({"depth": 8}, ranks=2).memory_gb > 1.6 * run.Need({"depth": 8}).memory_gb
     [(problem, _)] = host(config={"depth": "8"}, nproc_per_node=8)
-    assert problem.startswith("8 ranks of depth 8 need about ")
+    assert problem.startswith("8 ranks with depth 8 need about ")
     [(problem, _)] = host(put(GOOD, limit="2G"), config={"depth": "8"})
     assert problem.endswith("; the setting fleet_memory allows 2.0 GiB.")
     assert run.limited_gb("50%", 16.0) == 8.0
@@ -156,7 +156,17 @@ def test_a_run_that_exists_is_measured_by_its_own_configuration() -> None:
     deep = put(ROOT_OK, run_file=json.dumps({"config": {"depth": 12}}))
     [(problem, remedy)] = host(small, deep, config={})
     assert problem.startswith("Depth 12 needs ")
-    assert remedy == "remove laptop from the inventory"  # its depth is settled
+    assert remedy == "make a host with more memory the coordinator in the inventory"  # its depth is settled
+    deep = put(ROOT_OK, run_file=json.dumps({"config": {"depth": 4, "device_batch_size": 16}}))
+    assert "write fleet_device_batch_size: " in host(small, deep, config={})[0][1]
+
+
+def test_a_depth_that_the_other_settings_exclude_is_not_proposed() -> None:
+    small = put(GOOD, memory_kb="3000000", available_kb="2900000")
+    config = {"depth": "8", "aspect_ratio": "64", "head_dim": "64", "n_kv_head": "4"}
+    [(problem, remedy), *_] = host(small, config=config)
+    assert problem.startswith("Depth 8 needs ")
+    assert remedy == "repeat the command with -e depth=4"
 
 
 def test_room_for_the_checkpoints_of_the_depth() -> None:
@@ -186,6 +196,8 @@ def test_room_for_the_checkpoints_of_the_depth() -> None:
 def test_bfloat16_where_it_is_emulated(flags: str, refused: bool) -> None:
     found = reported(put(GOOD, flags=flags), config={"dtype": "bfloat16"})
     assert severity(found) == (["refusal"] if refused else [])
+    stored = put(ROOT_OK, run_file=json.dumps({"config": {"dtype": "bfloat16"}}))
+    assert not refused or "start a new run" in host(put(GOOD, flags=flags), stored, config={})[0][1]
     assert not refused or f"its vector instructions are {', '.join(flags.split())}" in found[0]["problem"]
     assert host(put(GOOD, flags=flags), config={"dtype": "auto"}) == []
     on_gpu = {"config": {"dtype": "bfloat16"}, "variables": {"runtime_torch": "cuda"}}
@@ -206,7 +218,7 @@ def test_processors_that_a_host_lacks_are_refused(cpus: str, lacks: str) -> None
         )
         assert found[0]["remedy"] == (
             "write fleet_cpus: 0-3, or a part of these processors, at laptop in the inventory; or remove "
-            "fleet_cpus there to use all"
+            "fleet_cpus (from the inventory, or -e fleet_cpus) to use all"
         )
 
 
@@ -267,7 +279,7 @@ def test_a_run_of_several_hosts_is_elastic_where_its_copies_fit() -> None:
     assert settings(three, sync="local") == ({"elastic": "true"}, [])
     decided, [found] = settings({"a": small, "b": "99000000"})
     assert decided == {"elastic": "false"}
-    assert found["remedy"].endswith("a smaller -e depth")
+    assert found["remedy"].endswith("a smaller -e depth and -e run_id=NAME")
 
 
 def test_a_host_too_small_for_the_run_itself_is_refused_without_a_word_on_elastic() -> None:

@@ -14,7 +14,7 @@ def test_other_work_is_named_with_its_owner() -> None:
         "firefox-esr (99 %, PID 4711 of ada). The load is 7.52 on 4 cores, so training would be slow."
     )
     assert found["remedy"] == (
-        "lower its priority: sudo renice -n 19 -p 812, or end it: sudo kill 812  (on laptop)"
+        "lower its priority: sudo renice -n 19 -p $(ls /proc/812/task), or end it: sudo kill 812  (on laptop)"
     )
     assert host(put(GOOD, load="7.52")) == [
         (
@@ -72,8 +72,7 @@ def test_a_laptop_on_its_battery() -> None:
     [found] = reported(put(GOOD, battery="Discharging 63", mains="0"))
     assert found["severity"] == "warning"
     assert (
-        found["problem"]
-        == "This host runs on its battery, 63 % full. Training ends when the battery is empty."
+        found["problem"] == "This host runs on its battery, 63 % full. It goes off when the battery is empty."
     )
     assert host(put(GOOD, battery="Charging 63", mains="1")) == []
 

@@ -294,7 +294,7 @@ def test_a_stop_without_a_name_does_not_choose_among_runs() -> None:
 
 def test_status_when_nothing_ever_ran() -> None:
     assert "No run was started" in status.status_screen({"tower": state(run_id="")})
-    assert "No host has a run b. Known runs: a" in status.status_screen(
+    assert "No host that answers has a run b. Known runs: a" in status.status_screen(
         {"tower": state(runs=[{"run_id": "a", "time": 1}])}, "b"
     )
 
@@ -303,10 +303,10 @@ def test_who_asks_for_a_run_that_is_not_there_gets_the_nearest_and_ends_none() -
     runs = [{"run_id": "c", "time": 2, "active": True}, {"run_id": "evening", "time": 1, "active": False}]
     there = {"tower": state(runs=runs, active_units=["nanofleet-c.service"])}
     assert status.status_screen(there, "cc") == (
-        "No host has a run cc. Did you mean c? Known runs: c (active), evening. "
+        "No host that answers has a run cc. Did you mean c? Known runs: c (active), evening. "
         "Fix: repeat the command with one of them: -e run_id=NAME"
     )
-    none = "No host has a run cc, and no other run was started on these hosts."
+    none = "No host that answers has a run cc, and no other run was started on these hosts."
     assert status.status_screen({"tower": state()}, "cc") == none
     assert "Did you mean evening?" in status.status_screen(there, "evning")
     assert "Did you mean" not in status.status_screen(there, "xyz")

@@ -201,7 +201,7 @@ class Snapshots:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy is being sent."""
+        """Whether the thread that sends and receives copies of the state runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def lend(self) -> Copy:

@@ -30,8 +30,8 @@ class RestartDecision(NamedTuple):
     """Whether this host starts another attempt at a run.
 
     again: whether to start another attempt. reason: why, a sentence.
-    fruitless: the number of attempts since the run reached its furthest step, including the attempt that
-        reached it; 0 if this was not counted.
+    fruitless: the number of attempts without progress, plus the one before them, which reached the furthest
+        step. The count begins at the last attempt that a person requested. 0: not counted.
     wait_seconds: the wait before the next attempt.
     """
 

@@ -166,7 +166,7 @@ def make_app(scheduler: Scheduler, api_key: str = "") -> FastAPI:
 
 
 def unfinished(reason: str) -> ApiError:
-    """The error for an answer that is not complete. reason: why the answer ended, one of UNFINISHED."""
+    """The HTTP error 503 for an answer that is not complete. reason: why it ended, one of UNFINISHED."""
     if reason == MEMORY:
         text = "The host has too little memory for this answer. Shorten the conversation, or try again later."
         return ApiError(503, text, MEMORY, {"Retry-After": str(RETRY_SECONDS)})
