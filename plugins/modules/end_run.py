@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -47,6 +49,16 @@ def write(state: Mapping[str, Any], user: str, name: str, text: str, replace: bo
     with acting_as(user):
         files = {name: text}
         make({"path": state["run_dir"], "files": files, "remove": [], "replace": replace}, False)
+
+
+def discard_unfinished(state: Mapping[str, Any], user: str) -> None:
+    """Delete the checkpoints that ranks were still writing when they were ended, with the rights of `user`.
+
+    state: result of run_state.
+    """
+    with acting_as(user):
+        for unfinished in Path(state["run_dir"], "checkpoints").glob(".step_*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def record(state: Mapping[str, Any], p: Mapping[str, Any]) -> None:
@@ -92,6 +104,7 @@ def end(p: Mapping[str, Any], check: bool) -> dict[str, Any]:
         # The ranks write their outcome while they are stopped: read it afterwards.
         state = read_state(reading)
         if state.get("found"):
+            discard_unfinished(state, p["user"])
             record(state, p)
             state = read_state(reading)
     return {**done, "changed": done["changed"] or requested, "done": True, "run_id": run_id, "state": state}

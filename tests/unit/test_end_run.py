@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,18 @@ def test_the_outcome_of_a_rank_is_kept_unless_systemd_ended_it(settled: bool, re
     retried = Host(state(**RUN, ended=False), ended)
     retried.end(outcome="retryable")
     assert [(outcome["settled"], replace) for outcome, replace in retried.written()] == [(False, False)]
+
+
+def test_a_checkpoint_that_was_being_written_at_the_end_is_deleted(tmp_path: Path) -> None:
+    whole, unfinished = (tmp_path / "checkpoints" / name for name in ("step_000010", ".step_000020.tmp"))
+    for folder in (whole, unfinished):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"0")
+    run = {**RUN, "run_dir": str(tmp_path)}
+    Host(state(**run, ended=False), state(**run)).end(check=True)
+    assert unfinished.exists()
+    Host(state(**run, ended=False), state(**run)).end()
+    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["step_000010"]
 
 
 def test_a_run_that_still_saves_is_left_alone() -> None:
