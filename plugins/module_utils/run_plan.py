@@ -193,6 +193,8 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
             if removed or rows < len(fleet):  # a rank has a row of each step
                 return "none", _active_message(run_file, before, members, fleet, stored or {}), {}
             where = ", ".join(active)
+            if _is_finishing([fleet[host] for host in active], [fleet[host] for host in absent]):
+                return "none", f"The run {name} has made all its steps, and is about to end on {where}.", {}
             joining = f"The run {name} trains on {where}; {', '.join(absent)} will join it."
             return "join", " ".join([joining, *notes]), {}
         cause = _restart_cause(run_file, stored or {}, members, fleet)
@@ -227,6 +229,19 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
         messages.append(note)
     messages += _changes(run_file.config, before, steps_before, own[coordinator(own, run_file.hosts)])
     return ("resume" if stored else "start"), " ".join(messages + notes), ends
+
+
+def _is_finishing(active: Sequence[State], ended: Sequence[State]) -> bool:
+    """Whether an active run has made all its steps, so that no host can join it.
+
+    Then a host of `ended` has finished the present number of steps. active: results of run_state where its
+    unit is active. ended: those where it is not.
+    """
+    lengths = [status.get("num_iterations") for state in active for status in state.get("heartbeats", [])]
+    outcomes = [state.get("outcome") or {} for state in ended]
+    return any(
+        each.get("outcome") == "finished" and each.get("num_iterations") in lengths for each in outcomes
+    )
 
 
 def stored_run(run_id: str, states: Sequence[State]) -> Mapping[str, Any] | None:

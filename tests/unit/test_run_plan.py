@@ -97,6 +97,19 @@ def test_hosts_join_an_active_elastic_run_and_leave_it_unchanged() -> None:
     assert (elected["action"], elected["joins"]) == ("join", ["tower"]), "laptop was elected"
 
 
+def test_no_host_joins_a_run_that_has_made_all_its_steps() -> None:
+    """Its last hosts still send their results; a host that joined would wait for the store in vain."""
+    run_file = stored()["run_file"]
+    elastic = {**run_file, "config": {**run_file["config"], "elastic": True}}
+    up = state(found=True, run_file=elastic, active_units=[UNIT], heartbeats=[beat(step=20)], ended=False)
+    over = state(found=True, run_file=elastic, outcome={"outcome": "finished", "num_iterations": 20})
+    made = plan({}, up, over)
+    assert (made["action"], made["joins"]) == ("none", [])
+    assert made["message"] == "The run a has made all its steps, and is about to end on tower."
+    longer = {**up, "heartbeats": [beat(num_iterations=40)]}
+    assert plan({}, longer, over)["action"] == "join", "the run was made longer without this host"
+
+
 def test_a_host_that_is_new_in_the_inventory_is_added_to_an_active_elastic_run() -> None:
     run_file = stored()["run_file"]
     elastic = {**run_file, "config": {**run_file["config"], "elastic": True}}
