@@ -124,7 +124,8 @@ def _load(host: str, facts: Facts) -> Iterator[Finding]:
     load, cores = float(facts.get("load", 0)), int(facts.get("cores", 0))
     if facts["active"] or not cores or load <= cores:
         return
-    busy = [line.split(" ", 3) for line in facts["busy"] if line.count(" ") == 3]
+    listed = [line.split(" ", 3) for line in facts["busy"] if line.count(" ") == 3]
+    busy = [each for each in listed if each[1] != "1"]  # systemd itself is not to be ended
     who = ", ".join(f"{command} ({share} %, PID {pid} of {user})" for share, pid, user, command in busy)
     problem = (
         f"Other programs use the processor of this host{f': {who}' if who else ''}. The load is {load:g} on "

@@ -24,6 +24,9 @@ def test_other_work_is_named_with_its_owner() -> None:
         )
     ]
     assert host(busy + "active=nanofleet-d8-1a2b3c4d.service\n") == []
+    [(problem, remedy)] = host(put(GOOD, load="7.52") + "busy=14.0 1 root systemd\n")
+    assert "systemd" not in problem
+    assert "kill 1 " not in remedy
 
 
 def test_a_lid_that_puts_it_to_sleep() -> None:
