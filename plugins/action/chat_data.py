@@ -42,8 +42,7 @@ class ActionModule(ControllerAction):
             problem = f"The controller cannot read {path}, which the fine-tuning needs: {error.strerror}."
             fix = (
                 f"if its permissions are the cause, let your user read it (chmod u+r {path} if the file is "
-                "yours), "
-                "then repeat the command"
+                "yours), then repeat the command"
             )
             return reported([finding("NF615", "conversations", problem, fix)])
         out = Path(request["cache"]) / digest

@@ -103,8 +103,7 @@ def file_findings(sources: Sequence[Source], tokenizer: Path) -> Iterator[Findin
             problem = f"There is no file or folder {path} on the controller."
             fix = (
                 "repeat the command with -e conversations=FILE.jsonl and the right path, best an absolute "
-                "one; a "
-                "relative path begins at the root of this repository"
+                "one; a relative path begins at the root of this repository"
             )
             yield finding("NF613", "conversations", problem, fix)
     if not (tokenizer / TOKENIZER).is_file():

@@ -82,8 +82,7 @@ def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -
         side = "ahead of" if skew > 0 else "behind"
         problem = (
             f"The clock of this host is {abs(skew):.0f} s {side} that of the controller (allowed: "
-            f"{allowed:g} s), so "
-            "the logs of the hosts would be shown in the wrong order."
+            f"{allowed:g} s), so the logs of the hosts would be shown in the wrong order."
         )
         yield finding("NF503", host, problem, f"sudo timedatectl set-ntp true  (on {host})")
     name, addresses = facts["hostname"], facts["resolves_to"]
@@ -95,8 +94,7 @@ def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -
         )
         remedy = (
             f"in /etc/hosts, remove {name} from every line that begins with 127. or ::1, and add the line: "
-            f"{own} "
-            f"{name}  (on {host})"
+            f"{own} {name}  (on {host})"
         )
         yield finding("NF505", host, problem, remedy, severity="warning")
     load, cores = facts["load"], facts["machine_cores"]

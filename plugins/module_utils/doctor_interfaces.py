@@ -87,8 +87,7 @@ def _unused(measured: Measured, host: str) -> Iterator[Finding]:
         if chosen and used not in (chosen, "lo") and is_proof:
             problem = (
                 f"A run uses the interface {chosen} of this host ({of_host['address']}), but its kernel "
-                "sends "
-                f"packets to {peer} over {used}. Gloo (PyTorch's collectives on CPUs) would listen on "
+                f"sends packets to {peer} over {used}. Gloo (PyTorch's collectives on CPUs) would listen on "
                 f"{chosen}, where {peer} does not connect."
             )
             remedy = (
@@ -128,8 +127,7 @@ def _bridges(measured: Measured, host: str) -> list[Finding]:
         )
         remedy = (
             f"set fleet_address of {peer} in the inventory to its address on your network; if {address} "
-            "already "
-            f"is that address, the network of {used} contains it: {range_change}"
+            f"already is that address, the network of {used} contains it: {range_change}"
         )
         found.append(finding("NF535", host, problem, remedy, peer))
     return found

@@ -159,8 +159,7 @@ def _wifi(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
     if link.get("wireless") and rates:
         problem = (
             f"This host has only WiFi ({name}). At the moment it carries {min(rates):.0f} Mbit/s; this "
-            "changes with the "
-            f"distance to the access point and with other users.{needs}"
+            f"changes with the distance to the access point and with other users.{needs}"
         )
         yield finding("NF545", host, problem, _link_check_and_settings(measured, host))
 
@@ -184,10 +183,8 @@ def _link(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
         )
         remedy = (
             f"if both interfaces are in one network: sudo ip link set {name} down  (on {host}; SSH sessions "
-            "over "
-            f"{name} end); if all hosts have an address in the network of {other}, set fleet_address of "
-            "every "
-            "host to it; then: ansible-playbook setup.yml"
+            f"over {name} end); if all hosts have an address in the network of {other}, set fleet_address of "
+            "every host to it; then: ansible-playbook setup.yml"
         )
         yield finding("NF542", host, problem, remedy)
     elif (mbit := link["speed_mbit"]) and mbit <= 100 and link["physical"] and not link["wireless"]:

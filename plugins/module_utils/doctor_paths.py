@@ -122,15 +122,13 @@ class Path:
             problem = (
                 f"{host} gets no answer from {address} at all, not even on the SSH port, while the "
                 f"controller reaches {peer}: they are on different networks, or a router or a firewall "
-                "between "
-                "them drops all packets."
+                "between them drops all packets."
             )
             remedy = (
                 f"connect both to one network, or set fleet_address of {peer} in the inventory to its "
                 f"address on the network of {host}; to check: ip route get {address}  (on {host}). If both "
                 "are on one network, turn off client isolation in its router or access point; in a cloud, "
-                "open "
-                f"the TCP ports {' and '.join(ports_of(self.options))} between them in its firewall"
+                f"open the TCP ports {' and '.join(ports_of(self.options))} between them in its firewall"
             )
             yield finding("NF523", peer, problem, remedy, host)
             return
@@ -166,14 +164,12 @@ class Path:
         if state == "foreign":
             problem = (
                 f"{only}Something other than nanofleet answers {host} on {listeners} of {peer}: a "
-                "redirection "
-                "(DNAT, a container), a proxy, or a machine with the same address."
+                "redirection (DNAT, a container), a proxy, or a machine with the same address."
             )
             see = (
                 f"delete the redirection; redirections are listed by: sudo iptables-save -t nat  (on {peer} "
-                "and "
-                f"on {host}); a machine with the same address has another MAC address: compare ip neigh show "
-                f"{address}  (on {host}) with ip -br link  (on {peer})"
+                f"and on {host}); a machine with the same address has another MAC address: compare ip neigh "
+                f"show {address}  (on {host}) with ip -br link  (on {peer})"
             )
             return finding("NF525", peer, problem, see, host)
         fails_to_reach, how = CLOSED[state]
@@ -271,10 +267,8 @@ class Path:
             where,
             f"Only root can read the firewall rules of {where}.",
             "repeat the command with -K, so that the doctor can read them; without sudo, let an "
-            "administrator "
-            f"open the TCP ports {' and '.join(ports_of(self.options))} between {self.host} and {self.peer}: "
-            "the "
-            f"rules are listed by: sudo nft list ruleset  (on {where})",
+            f"administrator open the TCP ports {' and '.join(ports_of(self.options))} between {self.host} "
+            f"and {self.peer}: the rules are listed by: sudo nft list ruleset  (on {where})",
         )
 
     def _permission(self, policy: Rule, where: str, source: str, ports: Ports) -> str:
@@ -327,16 +321,13 @@ class Path:
     def _packets(self, path: Mapping[str, Any]) -> Iterator[Finding]:
         """Findings about connections that break off and large packets that are lost without an error."""
         host, peer, mtu = self.host, self.peer, path.get("mtu") or {}
+        count = (
+            "check cable, WiFi and router; this command counts lost packets: ping -c 100 "
+            f"{self.measured[peer]['address']}  (on {host})"
+        )
         if path.get("cut"):
             problem = f"The test of the connection from {host} to {peer} did not end: {path['cut']}."
-            yield finding(
-                "NF530",
-                peer,
-                problem,
-                "check cable, WiFi and router; this command counts lost packets: ping -c 100 "
-                f"{self.measured[peer]['address']}  (on {host})",
-                host,
-            )
+            yield finding("NF530", peer, problem, count, host)
         if not mtu.get("swallowed"):
             return
         arrive = f", those of {mtu['passes']} arrive" if mtu["passes"] else ""
@@ -352,14 +343,9 @@ class Path:
                     yield finding("NF531", where, f"{what} {cause}", firewall_command, other)
                     return
         interface, small = self.measured[host]["interface"], mtu["passes"]
-        remedy = f"sudo ip link set {interface} mtu {small}  (on {host}, until that device is fixed)"
-        if not small:
-            remedy = (
-                "check cable, WiFi and router; this command counts lost packets: ping -c 100 "
-                f"{self.measured[peer]['address']}  (on {host})"
-            )
         because = f" A device between {host} and {peer} has a smaller MTU than {interface}." if small else ""
-        yield finding("NF532", host, f"{what}{because}", remedy, peer)
+        lower = f"sudo ip link set {interface} mtu {small}  (on {host}, until that device is fixed)"
+        yield finding("NF532", host, f"{what}{because}", lower if small else count, peer)
 
     def _warnings(self, path: Mapping[str, Any]) -> Iterator[Finding]:
         """Warnings about a path that works: an unexpected source address, a long round trip."""
@@ -375,8 +361,7 @@ class Path:
                 f"set fleet_interface of {host} in the inventory to the interface that follows dev in the "
                 "output of this command, or fleet_address to the address that follows src: ip route get "
                 f"{address}  (on {host}); then: ansible-playbook setup.yml. If the address that follows src "
-                "is "
-                f"{own}, a router translates addresses (NAT): connect both to one network"
+                f"is {own}, a router translates addresses (NAT): connect both to one network"
             )
             yield finding("NF533", host, problem, remedy, peer, "warning")
         # The shortest of all: a busy host answers late now and then, a distant one always.

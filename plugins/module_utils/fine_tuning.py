@@ -176,8 +176,7 @@ def _resumed(
         )
         fix = (
             f"start a new run from the newest checkpoint of {base}: repeat the command with -e run_id=NAME "
-            "-e "
-            f"from_run={base}, without -e from_checkpoint. Or, if fetch.yml has copied {step} to "
+            f"-e from_run={base}, without -e from_checkpoint. Or, if fetch.yml has copied {step} to "
             f"runs/{base}/{host} on the controller, send it back to {host}: ansible coordinator -m "
             f"ansible.builtin.copy -b -a 'src=runs/{base}/{host}/checkpoints/{step} "
             f"dest={RUNS}/{base}/checkpoints/ mode=a+rX', then repeat the command that failed"
@@ -277,9 +276,8 @@ def _nothing(host: str, found: Found, from_checkpoint: str, sandboxed: bool) -> 
         problem = f"The run {run} has no checkpoint on its coordinator {host} yet."
         fix = (
             "wait until the run saves one (every save_minutes, and at its end); to have it now, stop the "
-            "run: "
-            f"ansible-playbook stop.yml -e run_id={run}; if it is not active: ansible-playbook train.yml -e "
-            f"run_id={run}"
+            f"run: ansible-playbook stop.yml -e run_id={run}; if it is not active: ansible-playbook "
+            f"train.yml -e run_id={run}"
         )
         return finding("NF434", "from_run", problem, fix)
     listed = ", ".join(os.path.basename(each["path"]) for each in found["checkpoints"])

@@ -130,10 +130,8 @@ def _findings(
             )
             remedy = (
                 f"set fleet_address of {name} to its address on the network of {interface}; or, if all peers "
-                "are "
-                f"reached over {used}, set fleet_interface of {host} to it; then: ansible-playbook "
-                "setup.yml. The "
-                f"interface follows dev in the output of: ip route get {target}  (on {host})"
+                f"are reached over {used}, set fleet_interface of {host} to it; then: ansible-playbook "
+                f"setup.yml. The interface follows dev in the output of: ip route get {target}  (on {host})"
             )
             yield warning("NF202", host, problem, remedy)
     entries = links.get(interface, {}).get("addr_info", [])
@@ -156,11 +154,9 @@ def _findings(
         )
         remedy = (
             f"write the name into /etc/hosts of {host}: echo 'ADDRESS NAME' | sudo tee -a /etc/hosts; or, in "
-            "its "
-            "/etc/resolv.conf or its network settings, remove the name server that does not answer; to test "
-            "a "
-            f"server: timeout 3 bash -c '</dev/tcp/ADDRESS/53'  (on {host}, with the server's address; the "
-            "command fails if the server does not answer)"
+            "its /etc/resolv.conf or its network settings, remove the name server that does not answer; to "
+            f"test a server: timeout 3 bash -c '</dev/tcp/ADDRESS/53'  (on {host}, with the server's "
+            "address; the command fails if the server does not answer)"
         )
         yield warning("NF204", host, problem, remedy)
 

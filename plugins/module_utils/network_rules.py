@@ -189,8 +189,7 @@ def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]
     problem = (
         f"setup.yml has no root access on {host} (ansible_become: false), so it did not change the active "
         f"firewall {firewall} and the range of ephemeral ports there. If this was not done before, a user "
-        "with "
-        f"sudo on {host} has to type the command of the fix, then: ansible-playbook doctor.yml"
+        f"with sudo on {host} has to type the command of the fix, then: ansible-playbook doctor.yml"
     )
     return [warning("NF214", host, problem, f"{' && '.join(typed)}  (on {host})")]
 

@@ -93,8 +93,7 @@ def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping
         if not facts.get("kernel"):
             problem = (
                 "SSH connects to this host, but the commands that examine it print nothing: the shell of the "
-                "user "
-                "does not run them."
+                "user does not run them."
             )
             fix = f"connect by hand to see why: {ssh_target(host, hostvars[host])['ssh']}"
             findings.append(finding("NF115", host, problem, fix))
@@ -173,8 +172,7 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
         )
         fix = (
             f"upgrade {host} to {upgrade}; or install another Python there and write its path at {host} in "
-            "the "
-            f"inventory, such as runtime_python: /usr/bin/python{pythons[0]}"
+            f"the inventory, such as runtime_python: /usr/bin/python{pythons[0]}"
         )
         yield finding("NF107", host, problem, fix)
     for command in facts["missing"]:
@@ -238,8 +236,7 @@ def root_findings(
             problem = f"The user {user} cannot use sudo on this host: {refused[0].strip()}"
             fix = (
                 f"as root: apt install sudo && adduser {user} sudo  (on {host}), then repeat the command "
-                "after a "
-                f"minute with -K; or write ansible_become: false at {host} in the inventory"
+                f"after a minute with -K; or write ansible_become: false at {host} in the inventory"
             )
             yield finding("NF116", host, problem, fix)
             return
@@ -252,8 +249,7 @@ def root_findings(
         side = "ahead of" if skew > 0 else "behind"
         problem = (
             f"The clock of this host is {abs(skew)} s {side} that of the controller (allowed: {allowed:g} "
-            "s), so the logs "
-            "of the hosts would be shown in the wrong order."
+            "s), so the logs of the hosts would be shown in the wrong order."
         )
         fix = (
             f"sudo timedatectl set-ntp true  (on {host}; if NTP is not supported there: sudo apt install "

@@ -18,10 +18,9 @@ HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 EXAMPLE = "inventory/sample/hosts.yml"
 SAMPLE = (
     f"list one host in the group coordinator and the others in workers (as in {EXAMPLE}); without an "
-    "inventory: "
-    "cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to the command); "
-    "or, "
-    "for two hosts on this machine: ansible-playbook lab.yml, then repeat the command without -i"
+    "inventory: cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to "
+    "the command); or, for two hosts on this machine: ansible-playbook lab.yml, then repeat the command "
+    "without -i"
 )
 # Part of the message of ssh -> what it means, and the fix. The first match counts.
 SSH_ERRORS = {
@@ -38,8 +37,7 @@ SSH_ERRORS = {
     "connection refused": (
         "the host is on, but no SSH server answers",
         "sudo apt install openssh-server && sudo systemctl enable --now ssh  (on {host}); if its SSH server "
-        "uses "
-        "another port, set ansible_port of {host} in the inventory",
+        "uses another port, set ansible_port of {host} in the inventory",
     ),
     "no route to host": (
         "the host is off or on another network",
@@ -102,8 +100,7 @@ def inventory_findings(
             problem = f"This host and {other} have the same address, {address}."
             fix = (
                 f"set the address of {host} in the inventory to its own (fleet_address if it is set there, "
-                "else "
-                f"ansible_host); if both are one machine, remove {host} from the inventory"
+                f"else ansible_host); if both are one machine, remove {host} from the inventory"
             )
             yield finding("NF013", host, problem, fix)
         elif not resolved(address):

@@ -158,8 +158,8 @@ def _elastic(request: Request) -> Iterator[Finding]:
         if one_keeps:
             fix += (
                 "; else end the run (ansible-playbook stop.yml), then repeat the command with -e "
-                "elastic=true -e "
-                f"coordinator_failover=false  (only {next(iter(request.needs))} then keeps copies)"
+                f"elastic=true -e coordinator_failover=false  (only {next(iter(request.needs))} then keeps "
+                "copies)"
             )
         elif not request.stored and request.config.stage != "sft":  # the checkpoint has the depth
             fix += "; else start another run, with a smaller -e depth and -e run_id=NAME"
@@ -409,8 +409,7 @@ def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]
         )
         fix = (
             f"write fleet_cpus: {listed}, or a part of these processors, at {host} in the inventory; or "
-            "remove "
-            "fleet_cpus (from the inventory, or -e fleet_cpus) to use all"
+            "remove fleet_cpus (from the inventory, or -e fleet_cpus) to use all"
         )
         yield finding("NF424", host, problem, fix)
         return

@@ -93,8 +93,7 @@ def _ports(host: str, facts: Facts) -> Iterator[Finding]:
                 if process["pid"]
                 else (
                     "wait a minute, if they belong to closed connections (TIME-WAIT); they are listed by: "
-                    "sudo ss "
-                    f"-Htanp 'sport >= :{low} and sport <= :{high}'  (on {host})"
+                    f"sudo ss -Htanp 'sport >= :{low} and sport <= :{high}'  (on {host})"
                 )
             )
             problem = (

@@ -16,6 +16,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
     added_hosts,
     checkpoint_step,
     coordinator,
+    resume_command,
     run_of_unit,
 )
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
@@ -90,8 +91,7 @@ def plan_run(
         if config.stage == SFT and given.get("stage") != SFT:
             raise RunRefusedError(
                 f"The run {name} fine-tunes {config.parent}. To resume it, repeat the command that started "
-                f"it: -e stage=sft -e run_id={name} -e from_run={config.parent.split('/')[0]} "
-                "-e conversations=FILE.jsonl."
+                f"it: {resume_command(name, dict(zip(hosts, states, strict=False)))}"
             )
         chosen_from, own = list(before.get("chosen_from") or []), list(before.get("hosts") or [])
         if not (chosen_from and set(own) <= set(hosts)):

@@ -221,7 +221,8 @@ def resume_command(run_id: str, states: Mapping[str, Any]) -> str:
 
     A fine-tuning also needs its conversations, with the same content as before.
     """
-    configs = [(state.get("run_file") or {}).get("config") or {} for state in states.values()]
-    base = next((config["parent"].split("/")[0] for config in configs if config.get("stage") == "sft"), "")
+    configs = [(state.get("run_file") or {}).get("config") for state in states.values()]
+    tuned = (each for each in configs if isinstance(each, Mapping) and each.get("stage") == "sft")
+    base = next((str(each.get("parent")).split("/")[0] for each in tuned), "")
     more = f" -e stage=sft -e from_run={base} -e conversations=FILE.jsonl" if base else ""
     return f"ansible-playbook train.yml -e run_id={run_id}{more}"

@@ -40,6 +40,9 @@ def test_a_black_hole_names_the_size_and_a_rule_if_there_is_one() -> None:
     measured["laptop"]["firewall"] = [rule]
     found = only(measured)
     assert (found["host"], found["remedy"]) == ("laptop", "sudo iptables -D INPUT x  (on laptop)")
+    measured["laptop"]["firewall"] = []
+    measured["tower"]["paths"]["laptop"]["mtu"]["passes"] = 0
+    assert "ping -c 100 10.0.0.2" in only(measured)["remedy"], "no size is known that arrives"
 
 
 def test_a_smaller_path_mtu_that_the_kernel_knows_is_no_finding() -> None:
@@ -159,8 +162,7 @@ def test_wifi_without_a_cable_gets_a_recommendation_once() -> None:
     assert (found["code"], found["host"], found["severity"]) == ("NF545", "laptop", "warning")
     assert found["problem"] == (
         "This host has only WiFi (eth0). At the moment it carries 930 Mbit/s; this changes with the "
-        "distance to the "
-        f"access point and with other users. {NEEDS}"
+        f"distance to the access point and with other users. {NEEDS}"
     )
     assert "iw dev eth0 link  (on laptop" in found["remedy"]
     measured["tower"]["rates"]["laptop"] = {"sent_mbit": 640.0, "received_mbit": 90.0}

@@ -193,7 +193,7 @@ def test_a_run_of_stage_sft_is_not_resumed_as_one_of_stage_base() -> None:
     stored = state(found=True, run_file={"run_id": "a", "config": run["config"], "hosts": HOSTS})
     made = plan({}, stored, stored)
     assert made["action"] == "refuse"
-    assert "-e stage=sft -e run_id=a -e from_run=first" in made["message"]
+    assert "-e run_id=a -e stage=sft -e from_run=first" in made["message"]
 
 
 # -- the module on the coordinator --------------------------------------------------------------------------

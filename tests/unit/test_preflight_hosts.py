@@ -215,9 +215,8 @@ def test_warnings_follow_what_stops() -> None:
         "1 finding; nothing was changed.",
         "               Fix: remove laptop from the inventory",
         "NF121  laptop  This host goes to sleep when its lid is closed. A run keeps it awake while it "
-        "trains, "
-        "but not while it waits to restart after a failure. An elastic run continues without it when the "
-        "lid is closed.",
+        "trains, but not while it waits to restart after a failure. An elastic run continues without it when "
+        "the lid is closed.",
     ]
     assert findings.refusals(found) == found[:1]
     assert findings.table(found[1:]).startswith("1 warning; nothing stops for it.\n")

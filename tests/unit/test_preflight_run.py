@@ -180,6 +180,8 @@ def test_room_for_the_checkpoints_of_the_depth() -> None:
     )
     assert found["remedy"].endswith("-e keep_checkpoints=1")
     assert host(four, put(ROOT_OK, kept_kb="2097152"), config=config) == []
+    [found] = reported(four, config={**config, "keep_checkpoints": "6"})
+    assert found["remedy"].endswith("-e keep_checkpoints=1"), "five of them would not fit either"
     two = put(GOOD, disk="/var/lib/nanofleet 2500000 /data") + "installed=yes\n"
     assert severity(reported(two, config=config)) == ["refusal"]
 
