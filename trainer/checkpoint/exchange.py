@@ -16,6 +16,7 @@ from torch import Tensor
 from trainer.checkpoint.storage import State
 from trainer.distributed.process_group import Collectives
 from trainer.distributed.tensor_format import empty_tensors, formats_of
+from trainer.distributed.transfer import broadcast_tensors, send_tensor, send_to_coordinator
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
@@ -68,7 +69,7 @@ def gather_optimizer(
         elif owner in (None, group.rank):
             gathered[name] = mine
         if owner:
-            gathered |= unflatten(group.send_to_coordinator(flatten({name: mine}), owner))
+            gathered |= unflatten(send_to_coordinator(group, flatten({name: mine}), owner))
     add_common_state(gathered, sync.common_state())
     return {name: tensors for name, tensors in gathered.items() if tensors}
 
@@ -88,7 +89,7 @@ def _gather_rows(
     """On rank 0, the state of a parameter that is sharded by rows; {} on the other ranks."""
     whole: ParameterState = {}
     for owner in range(group.world_size):
-        for key, part in group.send_to_coordinator(mine, owner).items():
+        for key, part in send_to_coordinator(group, mine, owner).items():
             if part.dim() == 0:  # the number of steps, which is equal on all ranks
                 whole[key] = part
                 continue
@@ -119,7 +120,7 @@ def broadcast_meta(group: Collectives, state: State | None) -> State:
     if state is not None:
         text = json.dumps([state.meta, list(state.optim)]).encode()
         described = {"meta": torch.tensor(list(text), dtype=torch.uint8)}
-    meta, names = json.loads(group.broadcast_tensors(described)["meta"].numpy().tobytes())
+    meta, names = json.loads(broadcast_tensors(group, described)["meta"].numpy().tobytes())
     return state or State(meta, {}, {name: {} for name in names})
 
 
@@ -132,7 +133,7 @@ def send_optimizer(group: Collectives, optimizer: MuonAdamW, receivers: Sequence
         return
     mine, received = flatten(optimizer.state_dict()) if group.rank == 0 else {}, {}
     for name, tensor in empty_tensors(group.gather_bytes(formats_of(mine))[0]).items():
-        received[name] = group.send(mine.get(name, tensor), 0, receivers)
+        received[name] = send_tensor(group, mine.get(name, tensor), 0, receivers)
     if group.rank in receivers:
         optimizer.load_state_dict(unflatten(received))
 
@@ -164,7 +165,7 @@ def scatter_optimizer(
             if part is not None:
                 mine.setdefault(name, {})[key] = part
             continue
-        tensor = group.broadcast_tensors(None if whole is None else {key: whole})[key]
+        tensor = broadcast_tensors(group, None if whole is None else {key: whole})[key]
         of_all, key = (common, key.removeprefix(COMMON)) if is_common else (mine, key)
         of_all.setdefault(name, {})[key] = tensor
     state.optim.clear()

@@ -9,8 +9,6 @@ broadcast, and each piece of an exchange once.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import threading
@@ -25,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed import abandoned
-from trainer.distributed.tensor_format import empty_tensors, formats_of
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final, Retryable
 
@@ -453,58 +450,6 @@ class Collectives:
             if sentence:
                 raise Final(f"{peer}: {sentence.decode()}")
 
-    def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Broadcast the tensors of rank 0; returns them on every rank as {name: tensor}.
-
-        tensors: on rank 0 {name: tensor}; None on the other ranks, which receive CPU tensors.
-        """
-        if self.world_size == 1:
-            return dict(tensors or {})
-        return _transfer(tensors, lambda flat: self.broadcast_owned({0: flat}))
-
-    def send_to_coordinator(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
-        """Send the tensors of rank `owner` to rank 0. All ranks call it.
-
-        tensors: {name: tensor}; those of ranks other than the owner are ignored. Rank 0 returns the tensors:
-        on the CPU, or unchanged if rank 0 is the owner. Other ranks return {}.
-        """
-        if owner == 0:
-            return dict(tensors) if self.rank == 0 else {}
-        is_owner, received = self.rank == owner, {}
-        mine = {name: tensor.detach().cpu() for name, tensor in tensors.items()} if is_owner else {}
-        for name, dtype, shape in json.loads(self.gather_bytes(formats_of(mine))[owner]):
-            empty = torch.empty(0, dtype=getattr(torch, dtype))
-            sends, receives = ([0] * self.world_size for _ in range(2))
-            sends[0] = math.prod(shape) * is_owner
-            receives[owner] = math.prod(shape) * (self.rank == 0)
-            sent = mine[name].contiguous().view(-1) if is_owner else empty
-            flat, pending = self.start_exchange(sent, sends, receives)
-            self.wait([pending])
-            if self.rank == 0:
-                received[name] = flat.view(shape)
-        return received
-
-    def send(self, tensor: Tensor, owner: int, receivers: Sequence[int]) -> Tensor:
-        """Send the CPU tensor of rank `owner` to the ranks `receivers`.
-
-        All ranks call it, each with a tensor of the same shape. Returns the received tensor on `receivers`,
-        and the values of `tensor` on other ranks.
-        """
-        flat, is_receiver = tensor.detach().contiguous().view(-1), self.rank in receivers
-        result = torch.empty_like(flat) if is_receiver else flat
-        size = max(1, CHUNK_BYTES // tensor.element_size())
-        for chunk, into in zip(flat.split(size), result.split(size), strict=True):
-            sends, receives = [0] * self.world_size, [0] * self.world_size
-            if self.rank == owner:
-                sends = [len(chunk) * (rank in receivers) for rank in range(self.world_size)]
-            receives[owner] = len(chunk) * is_receiver
-            sent = chunk.repeat(len(receivers)) if self.rank == owner else chunk[:0]
-            received, pending = self.start_exchange(sent, sends, receives)
-            self.wait([pending])
-            if is_receiver:
-                into.copy_(received)
-        return result.view(tensor.shape)
-
     def open_channel(self, name: str) -> Channel:
         """Connect the ranks a second time; returns the channel, for use by another thread. All ranks call it.
 
@@ -614,22 +559,3 @@ def broadcast_sends(virtual_rank: int, world_size: int) -> int:
         for bit in range((world_size - 1).bit_length())
         if virtual_rank < 2**bit and virtual_rank + 2**bit < world_size
     )
-
-
-def _transfer(tensors: Mapping[str, Tensor] | None, move: Callable[[Tensor], Any]) -> dict[str, Tensor]:
-    """Send the named tensors, or receive them if `tensors` is None; `move` sends or fills a flat CPU tensor.
-
-    Nothing is pickled: names, data types and shapes are sent as JSON.
-    """
-    header = None
-    if tensors is not None:
-        header = torch.tensor(list(formats_of(tensors)), dtype=torch.uint8)
-    size = torch.tensor([0 if header is None else len(header)])
-    move(size)
-    header = torch.empty(int(size), dtype=torch.uint8) if header is None else header
-    move(header)
-    if tensors is None:
-        tensors = empty_tensors(header.numpy().tobytes())
-    for tensor in tensors.values():
-        move(tensor.detach().cpu().contiguous().view(-1))  # a view of a received tensor
-    return dict(tensors)

@@ -19,6 +19,7 @@ from trainer.checkpoint.storage import load_model, model_from, read_meta
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.process_group import Collectives
 from trainer.distributed.rendezvous import wait_for_keys
+from trainer.distributed.transfer import broadcast_tensors
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT
 from trainer.outcome import Retryable
@@ -93,7 +94,7 @@ class SharedModel:
             model, tokenizer = self._read
             text = torch.frombuffer(bytearray(tokenizer.to_json()), dtype=torch.uint8)
             tensors = {TOKENIZER: text, **model.state_dict()}
-        received = group.broadcast_tensors(tensors)
+        received = broadcast_tensors(group, tensors)
         if self._read is not None:
             return self._read
         tokenizer = Tokenizer.from_json(received.pop(TOKENIZER).numpy().tobytes())

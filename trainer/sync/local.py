@@ -44,6 +44,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.distributed.process_group import Collectives
+from trainer.distributed.transfer import send_tensor
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.buckets import add_only_active_rows
 from trainer.sync.compressor import make_compressor
@@ -255,7 +256,7 @@ class Local(SyncMode):
         late = [rank for rank, own in enumerate(steps) if own < step]  # new ones, and others
         for fragment in self._tables if late else []:
             assert fragment.active_at is not None
-            fragment.active_at.copy_(group.send(fragment.active_at, leader, late))
+            fragment.active_at.copy_(send_tensor(group, fragment.active_at, leader, late))
         due = [fragment.is_due for fragment in self._fragments]
         is_due = group.gather_int64(torch.tensor(due, dtype=torch.int64)).any(0).tolist()
         decays = torch.tensor([fragment.decay for fragment in self._fragments], dtype=torch.float64)
@@ -279,7 +280,7 @@ class Local(SyncMode):
         """
         group = self._group
         sent = [*fragment.outer, *fragment.momentum]
-        received = [group.send(tensor, source, behind) for tensor in sent]
+        received = [send_tensor(group, tensor, source, behind) for tensor in sent]
         if group.rank not in behind:
             return
         sync_round, fragment.sync_round = fragment.sync_round, None
