@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_run import Need
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_memory import Need
 
 from benchmarks import ranks, record
 from benchmarks.lab import machine

@@ -13,7 +13,7 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
-from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_run import Need
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_memory import Need
 from ansible_collections.nanofleet.fleet.trainer import bench
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 
