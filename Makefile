@@ -72,11 +72,11 @@ test: lab-tools test-fast lint-docs ## and ranks that train, Molecule on Debian 
 	NANOFLEET_FAULTS_MINUTES=4 pytest -s tests/e2e/test_soak.py
 
 .PHONY: test-full
-test-full: lab-tools lint lint-docs ## everything
+test-full: lab-tools lint lint-docs ## everything but the planted faults (make test-faults)
 	pytest -n 2 --dist worksteal -m "not lab"
 	scripts/bootstrap.sh noble
 	scripts/molecule.sh default trixie noble network reset nosudo three upgrade installed
-	pytest -m lab
+	pytest -m "lab and not faults"
 
 .PHONY: test-gpu
 test-gpu: venv ## what a GPU computes, on a machine that has one, with the CUDA build of torch
