@@ -82,6 +82,14 @@ PHRASES = {
         "{fast.payload_mb:.0f} MB in `fast` and {local.payload_mb} MB in `local`",
         "at 4,096 tokens gave {dense.factor:.2f} times one host, `exact` {exact.factor:.2f} times,",
     ),
+    "docs/how-to/slow-link.md": (
+        "sends {dense.payload_mb:.0f} MB per rank:",
+        "the same sums with {exact.payload_mb:.0f} MB,",
+        "the same in bfloat16, {fast.payload_mb:.0f} MB.",
+        "with 4,096 tokens per rank: {local.step_seconds:.1f} s a step",
+        "one host alone takes {local.baseline_seconds:.1f} s for half the tokens,",
+        "so {local.factor:.2f} times the tokens per second",
+    ),
     "docs/assistant.md": (
         "takes about {exact.assistant_hours:.0f} hours with `sync=exact` in float32",
         "and {bfloat16.assistant_hours:.0f} hours with `sync=fast` in bfloat16",
@@ -93,6 +101,7 @@ PHRASES = {
         "{one_bfloat16.step_seconds:.2f} s ({one_bfloat16.tok_per_s:.0f} tok/s) in bfloat16,",
         "In float32 a step is at {one_float32.percent:.0f} % of the roofline limit",
         "in bfloat16 at {one_bfloat16.percent:.0f} %.",
+        "in bfloat16, {one_float32.peak_gb} GB of memory at most.",
         "5,000 steps of 4,096 tokens take {exact.hours:.1f} hours on the two hosts,",
         "{dense.hours:.1f} hours with `dense` and {exact.baseline_hours:.1f} hours on one host;",
         "with `fast` in bfloat16 {bfloat16.hours:.1f} hours.",
