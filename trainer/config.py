@@ -323,8 +323,8 @@ class RunConfig:
         return cls(**cast)
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false"}
-BOOLS = {"true": True, "yes": True, "false": False, "no": False}
+_KINDS = {"int": "a whole number", "float": "a number", "str": "a string"}
+BOOLS = {"true": "true", "yes": "true", "false": "false", "no": "false"}
 # Conditions of single settings: (whether it holds for the value, its text in the message, the settings).
 _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 1, "must be at least 1", "depth aspect_ratio head_dim sequence_len device_batch_size"),
@@ -364,10 +364,8 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
 
 def _cast(name: str, kind: str, value: Any) -> Any:
     text = str(value).strip()
-    if kind == "bool" and text.lower() in BOOLS:
-        return BOOLS[text.lower()]
     if name in ("elastic", "coordinator_failover") and text.lower() in BOOLS:  # as YAML has it
-        return str(BOOLS[text.lower()]).lower()
+        return BOOLS[text.lower()]
     if kind == "str" and value is not None and not isinstance(value, bool):
         return text
     if name in AUTO_IS_0 and text.lower() == "auto":

@@ -29,7 +29,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.files import write_whole
 from trainer.distributed import consistency
 from trainer.distributed.process_group import Collectives
-from trainer.distributed.rendezvous import join_store, prefix_of
+from trainer.distributed.rendezvous import join_store
 from trainer.eval.core_bundle import HOW_TO_GET, Bundle, read_bundle
 from trainer.eval.parts import BUNDLE
 from trainer.formatting import counted
@@ -264,7 +264,7 @@ class RunSetup:
         self.store = None
         if self.env.world_size > 1:
             self.store = self._open_store()
-            self.watchdog.start_exchange(prefix_of(self.env))
+            self.watchdog.start_exchange()
         problem: ConfigError | DataError | None = None
         info, hashes = None, {}
         self.micro_batch = self.config.device_batch_size

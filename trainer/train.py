@@ -408,18 +408,25 @@ class Trainer:
                 self.model, self.data.tokenizer, setup.core, self.group, self.plan.shares, *watched
             )
         if result:
-            self.reporter.core(result.metric, result.to_csv(), result.describe())
+            with self._without_room("the table of CORE was not written"):
+                self.reporter.core(result.metric, result.to_csv(), result.describe())
 
     def _write_sample(self) -> None:
         """On rank 0, generate a sample of text and report it. Other ranks wait in their next collective."""
         self.run_status.enter("evaluate")
-        try:
+        with self._without_room("no sample was written"):
             text = sample.write(self.model, self.data.tokenizer, self.run_dir, self.config.stage)
             self.reporter.sample(text)
+
+    @contextmanager
+    def _without_room(self, lost: str) -> Iterator[None]:
+        """While active, a full disk costs a warning and not the run. lost: what is then missing, a clause."""
+        try:
+            yield
         except OSError as error:
             if not is_full(error):
                 raise
-            self.log.warning(f"warning: The disk of {self.run_dir} is full: no sample was written.")
+            self.log.warning(f"warning: The disk of {self.run_dir} is full: {lost}.")
 
     def _save(self, last: bool) -> None:
         """Save a checkpoint on rank 0, in the background unless `last`. Raises Final if parameters differ."""

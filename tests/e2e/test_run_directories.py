@@ -79,20 +79,6 @@ def test_a_start_names_a_link_in_the_run_directory(hosts: Fleet, run: str) -> No
     assert of_root(hosts) == before
 
 
-def test_no_file_of_the_service_user_becomes_the_environment_of_root(hosts: Fleet, run: str) -> None:
-    """The unit's ExecStartPost runs as root: of PATH the first folder would be the service user's."""
-    script = f"#!/bin/sh\\nid -u >{ROOTS}/taken-by-\\$(id -u)\\nexec sleep 60\\n"
-    command = (
-        f'mkdir bin; printf "{script}" >bin/systemd-inhibit; chmod 755 bin/systemd-inhibit; '
-        f"echo PATH={RUN}/bin:/usr/bin:/bin >>unit.env"
-    )
-    before = plant(hosts, command)
-    hosts.on(
-        HOSTS[0], "systemctl kill -s KILL nanofleet-planted; sleep 12; systemctl is-active nanofleet-planted"
-    )
-    assert of_root(hosts) == before
-
-
 @pytest.mark.slow
 def test_a_second_setup_takes_no_folder_of_roots_for_one_of_the_service_user(
     hosts: Fleet, dataset: Path, run: str

@@ -40,6 +40,7 @@ class Site:
     refuse: list[int] = field(default_factory=list)  # status codes of the next answers
     retry_after: str = ""
     wrong: Counter[str] = field(default_factory=Counter)  # so often a path is served with a bit turned
+    cut: Counter[str] = field(default_factory=Counter)  # so often only 10 bytes of a path come
     slow: float = 0.0  # seconds between blocks
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # path, Range, If-Range
     sent: Counter[str] = field(default_factory=Counter)
@@ -105,6 +106,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = True
         self.end_headers()
         limit = site.send_at_most if self.send_at_most is None else self.send_at_most
+        if site.cut[path] > 0:
+            site.cut[path] -= 1
+            limit = 10
         end = min(len(data), start + limit) if limit else len(data)
         for begin in range(start, end, 65536):
             block = data[begin : min(end, begin + 65536)]

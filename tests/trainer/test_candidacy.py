@@ -160,6 +160,15 @@ def test_a_port_in_use_is_named(tmp_path: Path, secret: Path, monkeypatch: pytes
             host(0, port, tmp_path)
 
 
+def test_an_address_that_the_host_has_lost_is_named(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidacy, "PORT_SECONDS", 0.0)
+    monkeypatch.setitem(globals(), "ADDRESSES", ("192.0.2.7",) * 3)
+    with pytest.raises(Retryable, match="The host had this address when the run was started"):
+        host(0, 1, tmp_path)
+
+
 def test_the_term_on_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "term.json"
     assert read_term(path, HOSTS) == NONE

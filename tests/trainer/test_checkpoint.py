@@ -117,7 +117,11 @@ def test_an_interrupted_save_leaves_the_old_ones(
             storage.save(folder, state_at(40), data_dir / "tokenizer")
     assert sorted(path.name for path in folder.iterdir()) == ["step_000020", "step_000030"]
     (folder / ".step_000050.tmp").mkdir()  # as SIGKILL leaves it
+    copy = folder / ".step_000060.copy"  # being received by another thread
+    copy.mkdir()
     storage.save(folder, state_at(40), data_dir / "tokenizer")
+    assert sorted(path.name for path in folder.iterdir()) == [copy.name, "step_000030", "step_000040"]
+    storage.remove_leftovers(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["step_000030", "step_000040"]
 
 

@@ -73,6 +73,7 @@ def test_a_lost_disk_of_the_coordinator_costs_no_step(start: Start, lost: str) -
     run = first[0].run_dir
     if lost == "all":
         shutil.rmtree(run / "checkpoints")
+        (first[1].run_dir / "checkpoints" / "step_000012" / ".DS_Store").touch()  # is not sent
     elif lost == "newest":
         without(run, 12)
     else:

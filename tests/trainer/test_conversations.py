@@ -13,9 +13,10 @@ from golden_chat import GOLDEN, byte_tokenizer
 from trainer.data import DataError
 from trainer.data.conversations import (
     ConversationError,
+    describe_bad,
     find_files,
     parse_line,
-    read_files,
+    read_file,
     render,
     render_for_completion,
 )
@@ -101,31 +102,22 @@ def test_a_bad_line_has_its_reason(line: Any, reason: str) -> None:
         parse_line(line if isinstance(line, bytes) else json.dumps(line).encode())
 
 
-def test_all_bad_lines_are_reported_with_file_and_line(tmp_path: Path) -> None:
+def test_a_line_is_read_or_reported_with_its_number(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [USER, ANSWER], b"", b"{", [USER])
-    with pytest.raises(DataError) as error:
-        read_files([path])
-    lines = str(error.value).splitlines()
-    assert [line.split(": ")[0] for line in lines[:2]] == [f"{path}:3", f"{path}:4"]
-    assert lines[-1].startswith("Bad lines: 2.")
-    assert "--skip-bad" in lines[-1]
+    (first, messages), (third, error), (fourth, other) = read_file(path)
+    assert (first, messages, third, fourth) == (1, [USER, ANSWER], 3, 4)
+    assert isinstance(error, ConversationError)
+    assert isinstance(other, ConversationError)
+    with pytest.raises(DataError, match=r"Cannot read .*b\.jsonl"):
+        list(read_file(tmp_path / "b.jsonl"))
 
 
-def test_many_bad_lines_are_counted_and_can_be_skipped(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", [USER, ANSWER], *[b"{"] * 50)
-    with pytest.raises(DataError, match="and 30 more\nBad lines: 50"):
-        read_files([path])
-    conversations, bad = read_files([path], skip_bad=True)
-    assert (conversations, len(bad)) == ([[USER, ANSWER]], 50)
-
-
-def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"Cannot read .*a\.jsonl"):
-        read_files([tmp_path / "a.jsonl"])
-    with pytest.raises(DataError, match=r"no \*.jsonl in the folder"):
-        find_files([tmp_path])
-    with pytest.raises(DataError, match="No conversation found"):
-        read_files([write_lines(tmp_path / "a.jsonl", b"{")], skip_bad=True)
+def test_many_bad_lines_are_counted() -> None:
+    lines = describe_bad([f"a.jsonl:{number}: it is not JSON" for number in range(1, 51)]).splitlines()
+    assert lines[0] == "a.jsonl:1: it is not JSON"
+    assert lines[20] == "and 30 more"
+    assert lines[21].startswith("Bad lines: 50.")
+    assert "--skip-bad" in lines[21]
 
 
 def test_a_folder_gives_its_files_by_name(tmp_path: Path) -> None:
@@ -133,4 +125,6 @@ def test_a_folder_gives_its_files_by_name(tmp_path: Path) -> None:
     for name in names:
         write_lines(tmp_path / name, [USER, ANSWER])
     assert [path.name for path in find_files([tmp_path])] == sorted(names)
-    assert len(read_files(find_files([tmp_path]))[0]) == 2
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"no \*.jsonl in the folder"):
+        find_files([tmp_path / "empty"])

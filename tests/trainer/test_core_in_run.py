@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from trainer.config import ConfigError
 from trainer.data import DataError
 from trainer.eval import core
 from trainer.eval.core_bundle import read_bundle
+from trainer.tracking import tracker
 from trainer.train import Trainer
 
 SETTINGS = {"num_iterations": 4, "save_minutes": 0, "core_metric_max_per_task": 5}
@@ -93,6 +95,18 @@ def test_a_limit_below_the_examples_ends_the_run_at_once(core_data: Path, tmp_pa
     settings = {**SETTINGS, "core_metric_max_per_task": 3}
     with pytest.raises(DataError, match=r"tools is limited to 3 of 10 items, .* shows 3 examples"):
         train_here(core_data, tmp_path / "run", **settings, core_metric_every=2)
+
+
+def test_a_full_disk_costs_the_table_and_not_the_run(
+    core_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tracker, "write_whole", full)
+    train_here(core_data, tmp_path / "run", **SETTINGS, **QUIET, core_metric_every=2)
+    assert len(losses(tmp_path / "run")) == 4
+    assert "is full: the table of CORE was not written." in capfd.readouterr().out
 
 
 def test_a_stop_ends_the_evaluation_and_the_run_is_saved(

@@ -236,6 +236,14 @@ def test_a_wrong_byte_is_found_by_the_hubs_hash_and_mended(site: Site, tmp_path:
     assert [asked[0] for asked in requests(site)].count("/shard_00001.parquet") == 2
 
 
+def test_a_list_of_hashes_that_is_cut_off_is_fetched_again(site: Site, tmp_path: Path) -> None:
+    sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {path[1:]}\n" for path, data in SHARDS.items())
+    site.files["/SHA256SUMS"] = sums.encode()
+    site.cut["/SHA256SUMS"] = 1
+    assert fetch(site, tmp_path / "data") == 0
+    assert [asked[0] for asked in site.asked].count("/SHA256SUMS") == 2
+
+
 @pytest.mark.parametrize("where", ["beside", "given"])
 def test_a_wrong_byte_is_found_by_a_list_of_hashes(
     site: Site, tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]

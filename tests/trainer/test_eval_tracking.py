@@ -44,7 +44,7 @@ def test_figures_have_the_names_of_nanochat() -> None:
 
 
 def test_figures_and_tables_reach_the_run(server: StandIn, checkpoint: Path, tmp_path: Path) -> None:
-    printed = send(checkpoint, tmp_path / "out", PARTS, server.uri)
+    printed = send(checkpoint, 500, tmp_path / "out", PARTS, server.uri)
     assert printed.startswith("Tracked at http://")
     assert server.history("core_metric") == [(500, 0.25)]
     assert server.history("eval/bpb") == [(500, 1.5)]
@@ -56,9 +56,9 @@ def test_figures_and_tables_reach_the_run(server: StandIn, checkpoint: Path, tmp
 
 def test_a_server_that_fails_costs_a_line(server: StandIn, checkpoint: Path, tmp_path: Path) -> None:
     server.illness = "fails"
-    printed = send(checkpoint, tmp_path / "out", PARTS, server.uri)
+    printed = send(checkpoint, 500, tmp_path / "out", PARTS, server.uri)
     assert printed.startswith(f"The tracker at {server.uri} does not answer")
     assert f"The results are in {tmp_path / 'out'}." in printed
-    assert "is not the address of a tracker" in send(checkpoint, tmp_path / "out", PARTS, "nowhere")
+    assert "is not the address of a tracker" in send(checkpoint, 500, tmp_path / "out", PARTS, "nowhere")
     (tmp_path / "facts.json").unlink()
-    assert "is not the directory of a run" in send(checkpoint, tmp_path / "out", PARTS, server.uri)
+    assert "is not the directory of a run" in send(checkpoint, 500, tmp_path / "out", PARTS, server.uri)

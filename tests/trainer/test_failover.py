@@ -252,9 +252,10 @@ def test_hosts_with_two_ranks_each_elect_a_coordinator(failover: Begin, data_dir
     if sync == "exact":
         run_dir = run.folder / "undisturbed"
         train_here(data_dir, run_dir, **CALM, num_iterations=STEPS, total_batch_size=192)
-    for rank in (0, 2, 4):
+    expected = losses(run_dir if sync == "exact" else run.run_dir(2))
+    for rank in (0, 2, 4) if sync == "exact" else (0, 4):
         run.leader = rank
-        check_losses(run, losses(run_dir if sync == "exact" else run.run_dir(2)))
+        check_losses(run, expected)
 
 
 def test_the_coordinator_leaves_in_order_with_both_of_its_ranks(

@@ -321,6 +321,8 @@ def test_a_delay_as_long_as_the_way_is_refused() -> None:
 def test_a_rank_finds_its_own_file_and_no_other(tmp_path: Path) -> None:
     own = {"own/wte": torch.ones(3)}
     optim = {"wte": {"exp_avg": torch.full((3,), 2.0)}}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "step_000003-rank1.tmp").touch()  # of a save that was killed
     hashes = [save_rank_state(tmp_path, step, 1, own, optim, keep=2) for step in (4, 5, 10, 15)]
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == [
         "step_000005-rank1.pt",  # while the coordinator writes step 15, it has kept 5 and 10
@@ -334,6 +336,9 @@ def test_a_rank_finds_its_own_file_and_no_other(tmp_path: Path) -> None:
     assert load_rank_state(tmp_path, {"step": 15, "own_sha256": ["", "0" * 64]}, 1) is None
     assert load_rank_state(tmp_path, {"step": 4, "own_sha256": ["", hashes[0]]}, 1) is None
     assert load_rank_state(tmp_path, {"step": 15, "own_sha256": [""]}, 1) is None
+    with pytest.raises(RuntimeError, match="meta"):
+        save_rank_state(tmp_path, 20, 1, {"own/wte": torch.empty(3, device="meta")}, {}, keep=2)
+    assert not list((tmp_path / "own").glob("*.tmp"))
 
 
 def test_two_ranks_killed_and_resumed_end_as_those_left_alone(start: Start) -> None:

@@ -110,6 +110,8 @@ def test_the_place_written_to_is_no_source(source: Path, capsys: pytest.CaptureF
 def test_rows_from_the_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prepared(capsys, "--source", source, "--out", tmp_path / "data")
     rows = ("--rows", "--data-dir", tmp_path / "data", "--sequence-len", 16)
+    assert run(*rows, "--threads", -1) == 2
+    assert "--threads -1 is too small: give 0 or more." in capsys.readouterr().err
     assert run(*rows) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("rows: digest=")

@@ -141,7 +141,7 @@ def test_packed_rows_hold_the_text_of_the_shards(data_dir: Path) -> None:
     assert missing.sum() < 17
 
 
-def test_rows_are_made_once_and_the_same_bytes_elsewhere(data_dir: Path, tmp_path: Path) -> None:
+def test_rows_are_made_once_and_the_same_bytes_elsewhere(data_dir: Path) -> None:
     first = pack(data_dir, 16, threads=1)
     again = pack(data_dir, 16)
     assert (first.packed, again.packed) == (True, False)

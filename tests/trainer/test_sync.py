@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -345,6 +346,13 @@ def test_what_is_wrong_on_one_host_is_reported_on_all() -> None:
     for meeting in meetings:
         assert str(meeting.exception()) == "rank 1 (laptop): There is no data here."
     del server
+
+
+def test_a_port_that_another_program_has_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        env = RankEnv(world_size=2, master_addr="127.0.0.1", master_port=held.getsockname()[1])
+        with pytest.raises(Retryable, match=f"another program has port {env.master_port}"):
+            join_store(env, "run", seconds=1)
 
 
 def test_a_store_of_the_past_and_an_absent_rank_are_distinguished() -> None:

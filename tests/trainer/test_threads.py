@@ -148,7 +148,7 @@ def test_a_processor_that_is_not_there_is_an_error() -> None:
     assert pinning.can_pin()
 
 
-def test_the_work_uses_every_matrix_of_the_layer(model: GPT) -> None:
+def test_the_work_leaves_no_gradient(model: GPT) -> None:
     work = layer_work(model, torch.float32, rows=1)
     work()
     assert all(p.grad is None for p in model.parameters())

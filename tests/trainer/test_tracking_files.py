@@ -143,6 +143,8 @@ def test_names_and_addresses_are_made_fit() -> None:
     assert shown_uri("https://me:secret@server:5000/") == "https://server:5000"
     assert is_server("http://10.0.0.2:5000")
     assert not any(map(is_server, ("localhost:5000", "mlruns", "sqlite:///x.db", "http://", "")))
+    assert not is_server("http://[fd00::1:5000")
+    assert shown_uri("http://me:secret@[fd00::1:5000") == "http://[fd00::1:5000"
     refused = RuntimeError("GET http://me:secret@server failed")
     assert reason(refused) == "GET http://server failed"
     refused.__cause__ = ConnectionRefusedError(111, "Connection refused")

@@ -100,7 +100,7 @@ def test_stopped_and_resumed_equals_uninterrupted(
     assert capfd.readouterr().out == text
 
 
-def test_a_second_process_in_a_run_directory_is_refused(start: Start, tmp_path: Path) -> None:
+def test_a_second_process_in_a_run_directory_is_refused(start: Start) -> None:
     """And the first one's outcome stays its own."""
     (first,) = start(1, num_iterations=100_000, eval_every=0)  # an evaluation would save a checkpoint
     first.reach_step(1)

@@ -19,6 +19,7 @@ from fleet.__main__ import parser as fleet_parser
 from scripts import docs_messages, docs_reference
 from trainer.__main__ import make_parser
 from trainer.config import RunConfig
+from trainer.health.status_record import RunStatusRecord
 from trainer.tracking.names import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -314,6 +315,13 @@ def test_files_and_fields_of_a_run_are_those_of_the_sources(name: str) -> None:
             word = re.split(r"RANK|NNNNNN|\d", shown)[0].rstrip("/-")
             phase = re.fullmatch(r"(data|forward|backward|sync|optimizer)_s", word)
             assert (phase[1] if phase else word) in source, shown
+
+
+def test_the_fields_of_the_heartbeat_are_those_of_its_record() -> None:
+    page = (DOCS / "reference" / "run-files.md").read_text()
+    table = page.partition("## Fields of the heartbeat\n")[2].partition("\n## ")[0]
+    cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    assert set(re.findall(r"`([^`]+)`", "".join(cells))) == set(RunStatusRecord().heartbeat())
 
 
 def test_every_figure_of_a_step_is_on_the_page_of_metrics() -> None:

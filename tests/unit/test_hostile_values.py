@@ -221,7 +221,7 @@ def dict_of(unit: str, name: str, setting: str) -> str:
     return next((line for line in lines if word and line.lstrip('"').startswith(word[1])), lines[0])
 
 
-def test_a_unit_s_properties_take_one_line(tmp_path: Path) -> None:
+def test_a_unit_s_properties_take_one_line() -> None:
     from ansible_collections.nanofleet.fleet.plugins.module_utils import unit_start
 
     with pytest.raises(RuntimeError, match=r"MemoryMax.* has a line break"):

@@ -168,14 +168,6 @@ def test_the_machines_own_mirror_is_taken_unless_it_is_the_usual():
 # The role's files
 
 
-def test_defaults_and_argument_specs_hold_the_same():
-    defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text())
-    options = yaml.safe_load((ROLE / "meta/argument_specs.yml").read_text())["argument_specs"]["main"][
-        "options"
-    ]
-    assert {key: option["default"] for key, option in options.items()} == defaults
-
-
 @pytest.mark.parametrize("hosts", [1, 3])
 def test_the_inventory_has_one_coordinator_and_checks_host_keys(tmp_path, hosts):
     data = render(

@@ -150,13 +150,9 @@ def scatter_optimizer(
     """
     mine: dict[str, ParameterState] = {}
     common: dict[str, ParameterState] = {}
-    described = [
-        [name, key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        for name, tensors in state.optim.items()
-        for key, tensor in tensors.items()
-    ]
-    header = json.dumps(described).encode() if group.rank == 0 else b""
-    for name, key, dtype, shape in json.loads(group.gather_bytes(header)[0]):
+    header = formats_of(flatten(state.optim)) if group.rank == 0 else b""
+    for path, dtype, shape in json.loads(group.gather_bytes(header)[0]):
+        name, _, key = path.rpartition("/")
         whole = state.optim[name].pop(key) if group.rank == 0 else None
         is_common = key.startswith(COMMON)
         sharded = bool(shape) and not is_common and sync.owned_rows(name, 0) is not None

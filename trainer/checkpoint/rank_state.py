@@ -75,10 +75,15 @@ def save_rank_state(
     tensors = {name: tensor.detach().cpu() for name, tensor in own.items()}
     tensors |= {name: tensor.cpu() for name, tensor in flatten(optim, OPTIMIZER).items()}
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        save_tensors(tensors, file)
-        sync_file(file)
-    os.replace(temporary, path)
+    for killed in path.parent.glob(f"step_*-rank{rank}.tmp"):
+        killed.unlink()
+    try:
+        with open(temporary, "wb") as file:
+            save_tensors(tensors, file)
+            sync_file(file)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     files = list(path.parent.glob("step_*-rank*.pt"))
     kept = sorted({each.name.partition("-")[0] for each in files})[-keep - 1 :]
     for old in files:

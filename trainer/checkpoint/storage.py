@@ -106,7 +106,7 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
     OSError if the checkpoint cannot be written; earlier checkpoints are then unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
+    _remove_half_written(folder)
     target = folder / f"step_{state.step:06d}"
     temporary = folder / f".{target.name}.tmp"
     try:
@@ -133,9 +133,9 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
 def prune(folder: Path, keep: int) -> None:
     """Delete all checkpoints in `folder` except the newest `keep` and the result of `best`.
 
-    Temporary directories are deleted too (see `remove_leftovers`).
+    Temporary directories are deleted too, but not a copy that is being received (checkpoint/transfer.py).
     """
-    remove_leftovers(folder)
+    _remove_half_written(folder)
     spared = best(folder)
     for old in checkpoints(folder)[keep:]:
         if old != spared:
@@ -324,7 +324,13 @@ def model_from(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> GPT:
 
 def remove_leftovers(folder: Path) -> None:
     """Delete the temporary directories in `folder` that a killed attempt has left."""
-    for leftover in folder.glob(".step_*"):
+    _remove_half_written(folder)
+    for copy in folder.glob(".step_*.copy"):
+        shutil.rmtree(copy, ignore_errors=True)
+
+
+def _remove_half_written(folder: Path) -> None:
+    for leftover in (*folder.glob(".step_*.tmp"), *folder.glob(".step_*.old")):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

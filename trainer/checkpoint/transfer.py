@@ -15,6 +15,7 @@ import re
 import shutil
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -90,8 +91,9 @@ class CheckpointTransfer:
                 for name in _names_in(path):
                     files.append((name, open(path / name, "rb", buffering=0)))  # noqa: SIM115 - closed below
                 header = self._header(path, files)
-            except OSError as error:
-                problem, header = f"{path} cannot be read: {error.strerror}", {}
+            except (OSError, ValueError, KeyError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "its meta.json is damaged"
+                problem, header = f"{path} cannot be read: {reason}", {}
             self._exchange_header(header)
             if header and self._some_lack_it(False):
                 for _, file in files:
@@ -163,18 +165,18 @@ class CheckpointTransfer:
         temporary = target.with_name(f".{target.name}.copy")
         problem = "" if discard else self._make_room(temporary)
         writes = not discard and not problem
-        for name, size in files:
-            problem = self._receive_file(temporary / name, size, writes and not problem) or problem
-        if writes and not problem:
-            try:
+        try:
+            for name, size in files:
+                problem = self._receive_file(temporary / name, size, writes and not problem) or problem
+            if writes and not problem:
                 storage.read_meta(temporary)
                 if target.exists():
                     storage.remove(target)
                 os.replace(temporary, target)
                 sync_folder(target.parent)
-            except (OSError, ConfigError) as error:
-                problem = str((isinstance(error, OSError) and error.strerror) or error)
-        if writes:
+        except (OSError, ConfigError) as error:
+            problem = str((isinstance(error, OSError) and error.strerror) or error)
+        finally:  # also if the source is lost
             shutil.rmtree(temporary, ignore_errors=True)
         return problem
 
@@ -199,28 +201,28 @@ class CheckpointTransfer:
 
     def _receive_file(self, path: Path, size: int, writes: bool) -> str:
         """Receive a file of `size` bytes, and write it to `path` if `writes`; returns a problem, or ""."""
-        problem, file = "", None
+        problem, left = "", size
         try:
-            file = open(path, "wb") if writes else None  # noqa: SIM115 - closed below
+            with open(path, "wb") if writes else nullcontext() as file:
+                while left > 0:
+                    chunk = self._receive_chunk(left)
+                    left -= len(chunk)
+                    if file:
+                        file.write(chunk.numpy().data)
+                if file:
+                    sync_file(file)
         except OSError as error:
             problem = f"{path} cannot be written: {error.strerror}"
-        for start in range(0, size, CHUNK_BYTES):
-            chunk = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
-            self._link.broadcast(chunk)
-            self.sent += len(chunk)
-            try:
-                if file and not problem:
-                    file.write(chunk.numpy().data)
-            except OSError as error:
-                problem = f"{path} cannot be written: {error.strerror}"
-        try:
-            if file and not problem:
-                sync_file(file)
-            if file:
-                file.close()
-        except OSError as error:
-            problem = problem or f"{path} cannot be written: {error.strerror}"
+        while left > 0:
+            left -= len(self._receive_chunk(left))
         return problem
+
+    def _receive_chunk(self, left: int) -> Tensor:
+        """Receive the next bytes of a file of which `left` bytes are still to come."""
+        chunk = torch.empty(min(CHUNK_BYTES, left), dtype=torch.uint8)
+        self._link.broadcast(chunk)
+        self.sent += len(chunk)
+        return chunk
 
     # -- messages --------------------------------------------------------------------------------------
 
@@ -250,7 +252,8 @@ class CheckpointTransfer:
 
 
 def _names_in(path: Path) -> list[str]:
-    return sorted(each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file())
+    """The files of the checkpoint `path`. Other files in its directory, such as hidden ones, are not sent."""
+    return sorted(["meta.json", *json.loads((path / "meta.json").read_bytes())["sha256"]])
 
 
 def _read_into(file: IO[bytes], chunk: Tensor) -> None:

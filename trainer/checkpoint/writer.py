@@ -145,8 +145,8 @@ class CheckpointWriter:
         writing = True
         while writing:  # one long collective would time out
             self.wait(COLLECTIVE_WAIT_SECONDS)
-            writing = bool(group.gather_int64(torch.tensor([int(self.busy)])).any())
-        group.raise_problems(self.problem)
+            writing = bool(group.gather_int64(torch.tensor([int(self.busy)]))[0])
+        group.raise_problems(self.problem if group.rank == 0 else None)  # others may have written earlier
 
     def _write(self, make: Callable[[], State], pause: float | None, patience: float) -> None:
         began = time.monotonic()

@@ -1,6 +1,6 @@
 """Conversations: reads and checks files of them, and renders one to token ids and a mask.
 
-    conversations, bad = read_files([path]); ids, mask = render(conversations[0], tokenizer, max_tokens=2048)
+    ids, mask = render(parse_line(line), tokenizer, max_tokens=2048)
 
 A file is JSONL in the format of nanochat: a line is a list of messages, or an object with such a list as
 "messages". A message has a role and a content. The roles user and assistant alternate, user first; a system
@@ -119,27 +119,6 @@ def read_file(path: Path) -> Iterator[tuple[int, Conversation | ConversationErro
                         yield number, error
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
-
-
-def read_files(files: Sequence[Path], skip_bad: bool = False) -> tuple[list[Conversation], list[str]]:
-    """Read all conversations of `files`; returns (conversations in order, bad lines).
-
-    A bad line is reported as a text FILE:LINE: REASON. Raises DataError if there are bad lines and `skip_bad`
-    is False, if there is no conversation, or if a file cannot be read.
-    """
-    conversations: list[Conversation] = []
-    bad: list[str] = []
-    for path in files:
-        for number, found in read_file(path):
-            if isinstance(found, ConversationError):
-                bad.append(f"{path}:{number}: {found}")
-            else:
-                conversations.append(found)
-    if bad and not skip_bad:
-        raise DataError(describe_bad(bad))
-    if not conversations:
-        raise DataError(f"No conversation found in {', '.join(map(str, files))}.")
-    return conversations, bad
 
 
 def describe_bad(bad: Sequence[str]) -> str:

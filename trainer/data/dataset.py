@@ -34,11 +34,10 @@ class Dataset:
     hashes: dict[str, str]
 
     @classmethod
-    def open(cls, data_dir: Path, sequence_len: int, threads: int = 0) -> Dataset:
+    def open(cls, data_dir: Path, sequence_len: int) -> Dataset:
         """Open `data_dir` with rows of `sequence_len` + 1 tokens. Missing or damaged rows are packed.
 
-        threads: number of threads that encode the text; 0: one per usable core. Raises DataError if the data
-        are missing, damaged or too little.
+        Raises DataError if the data are missing, damaged or too little.
         """
         if not data_dir.is_dir():
             raise DataError(
@@ -46,7 +45,7 @@ class Dataset:
                 f"--source FOLDER --out {data_dir}  (of conversations: python -m trainer conversations; on a "
                 "host of a fleet: ansible-playbook setup.yml)"
             )
-        info = pack(data_dir, sequence_len, threads)
+        info = pack(data_dir, sequence_len)
         hashes = {
             "manifest": file_sha256(data_dir / MANIFEST)[:16],
             "tokenizer": file_sha256(data_dir / "tokenizer" / FILE_NAME)[:16],

@@ -1,6 +1,7 @@
 """Download of public shards over HTTP: several at a time, resumable, with verified sha256."""
 
 import contextlib
+import http.client
 import os
 import urllib.error
 from collections.abc import Mapping, Sequence
@@ -128,14 +129,17 @@ def download_sums(base_url: str) -> dict[str, str]:
             try:
                 response, _ = open_url(url, {})
                 with response:
-                    return parse_sums(response.read(MOST_SUMS).decode(errors="replace"))
+                    body = response.read(MOST_SUMS)
+                    if len(body) < MOST_SUMS and response.length:  # bytes that have not come
+                        raise InterruptedTransferError("the connection was lost")
+                    return parse_sums(body.decode(errors="replace"))
             except urllib.error.HTTPError as error:
                 if error.code not in NO_SUMS:
                     raise DataError(
                         f"{url} cannot be downloaded: the server answers {error.code} {error.reason}."
                     ) from None
                 return {}
-            except OSError:
+            except (OSError, http.client.HTTPException):
                 retries.failed(InterruptedTransferError("the connection was lost"))
             except InterruptedTransferError as error:
                 retries.failed(error)

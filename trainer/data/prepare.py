@@ -140,6 +140,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.rows:
         if not args.data_dir or args.sequence_len is None:
             raise DataError("--rows needs --data-dir DIR and --sequence-len T.")
+        if args.threads < 0:
+            raise DataError(f"--threads {args.threads} is too small: give 0 or more.")
         return
     given = [name for name in ("source", "shards", "base_url") if getattr(args, name)]
     if len(given) != 1 or not args.out:

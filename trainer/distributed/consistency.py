@@ -6,14 +6,16 @@ No collective is started before this check, so ranks that differ can end with a 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import itertools
 import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -56,6 +58,13 @@ class Record:
     problem: str = ""
     facts: Fields = field(default_factory=dict)
     endpoint: str = ""
+
+    @classmethod
+    def load(cls, values: Mapping[str, Any]) -> Record:
+        """The record with these fields. Fields of another release are left out: `compared` has the code."""
+        return cls(
+            **{each.name: values[each.name] for each in dataclasses.fields(cls) if each.name in values}
+        )
 
     @property
     def peer(self) -> Peer:
@@ -167,7 +176,7 @@ def _exchange(
                 "To see why: ansible-playbook logs.yml (the first error is at the top), by hand the log of "
                 "that rank."
             )
-        records = [Record(**json.loads(store.get(keys[rank]))) for rank in range(world_size)]
+        records = [Record.load(json.loads(store.get(keys[rank]))) for rank in range(world_size)]
         read = {rank: f"consistency/read/{rank}" for rank in range(world_size)}
         store.set(read[mine.rank], "1")
         if mine.rank == 0:  # the store may end with rank 0

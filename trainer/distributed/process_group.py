@@ -111,19 +111,16 @@ class Collectives:
         peers: list[Peer],
         store: dist.Store | None,
         device: torch.device = CPU,
-        name: str = "gloo",
-        timeout: timedelta = FIRST_TIMEOUT,
     ) -> Collectives:
         """Start the process group of torch.distributed; returns when all ranks are connected.
 
         env: environment of this rank. peers: all ranks, in rank order. store: the rendezvous store; None with
         one rank. device: the device of the tensors to reduce; for a GPU, NCCL connects too, with a time-out
-        of a minute. name: the prefix of the group's keys in `store`, different for each group. timeout: Gloo
-        gives up connecting after five times this time. Raises PeerLost if a rank cannot be connected.
+        of a minute. Raises PeerLost if a rank cannot be connected.
         The environment variables NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME select the network interface.
         """
         group = cls(env, peers)
-        group.connect(store, device, name, timeout)
+        group.connect(store, device)
         return group
 
     def connect(
@@ -133,7 +130,11 @@ class Collectives:
         name: str = "gloo",
         timeout: timedelta = FIRST_TIMEOUT,
     ) -> None:
-        """Start the process group, as `open` does. If it raises PeerLost, `abandon` ends the connections."""
+        """Start the process group, as `open` does. If it raises PeerLost, `abandon` ends the connections.
+
+        name: the prefix of the group's keys in `store`, different for each group. timeout: Gloo gives up
+        connecting after five times this time.
+        """
         self._timeout = timeout
         if self.world_size == 1:
             return

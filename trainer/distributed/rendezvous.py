@@ -47,11 +47,16 @@ def open_tcp_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_
 
 
 def no_store(env: RankEnv, seconds: float, error: Exception) -> Retryable:
-    """The exception for a rank that could not connect to the rendezvous store within `seconds`.
+    """The exception for a rank that could not open the rendezvous store, or connect to it within `seconds`.
 
-    env: has the address of the store. error: the exception that the connection raised.
+    env: has the address of the store. error: the exception that was raised.
     """
     cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        return Retryable(
+            f"{env.host} cannot open the rendezvous store: another program has port {env.master_port}. To "
+            f"see which, on {env.host}: sudo ss -tlnp 'sport = :{env.master_port}'"
+        )
     return Retryable(
         f"The rendezvous store at {env.master_addr}:{env.master_port} did not answer within "
         f"{seconds:.0f} s ({cause}). Rank 0 is not running, or its port is not open to {env.host}. To see "

@@ -24,6 +24,7 @@ that is repeated later has no effect. It also covers the run id and the names of
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import hmac
 import json
@@ -109,9 +110,17 @@ class Candidacy:
                 return _Server(address, port, self)
             except OSError as error:
                 if time.monotonic() > deadline:
+                    fix = (
+                        f"To see which program has the port, on {self._env.host}: sudo ss -tlnp "
+                        f"'sport = :{port}'"
+                    )
+                    if error.errno == errno.EADDRNOTAVAIL:
+                        fix = (
+                            "The host had this address when the run was started. Give it the address again, "
+                            "or correct the inventory; then: ansible-playbook train.yml"
+                        )
                     raise Retryable(
-                        f"{self._env.host} cannot listen at {address}:{port}: {error.strerror}. To see which "
-                        f"program has the port, on {self._env.host}: sudo ss -tlnp 'sport = :{port}'"
+                        f"{self._env.host} cannot listen at {address}:{port}: {error.strerror}. {fix}"
                     ) from None
                 time.sleep(0.2)
 

@@ -84,7 +84,7 @@ class View:
 
 def load_member(values: dict[str, Any]) -> Member:
     """The member with the fields in `values`: number, incarnation and record (a dict of Record's fields)."""
-    return Member(values["number"], values["incarnation"], Record(**values["record"]))
+    return Member(values["number"], values["incarnation"], Record.load(values["record"]))
 
 
 class Keys(Protocol):

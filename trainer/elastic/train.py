@@ -467,10 +467,11 @@ class ElasticTrainer(Trainer):
 
     def _complete(self, end: RunEnd, seconds: float) -> RunEnd:
         """On SIGTERM, end after the current step; the others continue. Otherwise as in every run."""
+        until = time.monotonic() + seconds
         end = super()._complete(end, seconds)
         membership = self.setup.membership
         is_asked = isinstance(end, Stopped) and not self.stopping and math.isfinite(seconds)
-        if membership and is_asked and membership.leave(seconds):
+        if membership and is_asked and membership.leave(max(0.0, until - time.monotonic())):
             self.attempt.left = "The other hosts continue the run without this one."
         return end
 
@@ -478,7 +479,7 @@ class ElasticTrainer(Trainer):
         outcome = "finished"
         try:
             reason = super().run(tracker_uri)
-        except Exception as error:
+        except BaseException as error:  # also an interrupt from the keyboard
             outcome, reason, _ = conclude(error)
             raise
         finally:

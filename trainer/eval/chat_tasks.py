@@ -19,7 +19,6 @@ import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ from trainer.data import DataError
 from trainer.data.conversations import render_for_completion, special
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.process_group import Collectives
-from trainer.eval.core import LONGEST_CONTEXT, ignore
+from trainer.eval.core import LONGEST_CONTEXT, TaskResult, ignore, task_result
 from trainer.eval.sample import generate
 from trainer.eval.striping import add_up, blocks, own_items
 from trainer.model.gpt import GPT
@@ -94,33 +93,9 @@ class ChatTask:
             return 0.0
         return sum(1 / len(question.choices) for question in self.questions) / len(self.questions)
 
-
-@dataclass(frozen=True)
-class ChatResult:
-    """The result of a chat task.
-
-    correct: the number of questions that the model answered right. items: the number of all questions.
-    baseline: the accuracy of guessing, from 0 to 1.
-    """
-
-    correct: int
-    items: int
-    baseline: float
-
-    @property
-    def accuracy(self) -> float:
-        """The share of the questions that were answered right, from 0 to 1."""
-        return self.correct / self.items
-
-    @property
-    def centered(self) -> float:
-        """The accuracy on a scale on which guessing is 0 and all right is 1."""
-        return (self.accuracy - self.baseline) / (1 - self.baseline)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values: accuracy, centered, correct and items."""
-        figures = {"correct": self.correct, "items": self.items}
-        return {"accuracy": self.accuracy, "centered": self.centered, **figures}
+    def centered(self, accuracy: float) -> float:
+        """`accuracy`, from 0 to 1, on a scale on which guessing is 0 and all right is 1."""
+        return (accuracy - self.baseline) / (1 - self.baseline)
 
 
 def read_task(path: Path) -> ChatTask:
@@ -192,7 +167,7 @@ def evaluate_task(
     sampling: Sampling = GREEDY,
     samples: int = 1,
     on_block: Callable[[int], None] = ignore,
-) -> ChatResult:
+) -> TaskResult:
     """Let the model answer all questions of `task`; returns how many answers are right. A collective call.
 
     group: the ranks, which divide the questions. The result does not depend on the number of ranks.
@@ -210,7 +185,7 @@ def evaluate_task(
             numbers = own_items(block, group)
             right = sum(_is_right(model, tokenizer, task, i, sampling, samples) for i in numbers)
             correct += add_up(group, right)[0]
-    return ChatResult(correct, len(task.questions), task.baseline)
+    return task_result(task, correct, len(task.questions))
 
 
 def _is_right(

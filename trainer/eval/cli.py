@@ -14,14 +14,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from trainer.config import ConfigError
+from trainer.config import DEVICES, ConfigError
 from trainer.eval.parts import Parts, parts_of
 from trainer.host.logger import RunLogger, set_up_streams
 from trainer.host.memory import is_out_of_memory
 from trainer.host.rank_env import RankEnv
 from trainer.options import number_from_zero
-
-DEVICES = ("auto", "cpu", "cuda")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

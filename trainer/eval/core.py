@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ LONGEST_CONTEXT = 10
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The result of a task of CORE.
+    """The result of a task of CORE or ChatCORE.
 
     correct: the number of items that the model answered right. items: the number of all items. centered: the
     accuracy on a scale on which guessing is 0 and all right is 1.
@@ -48,8 +48,19 @@ class TaskResult:
         """The share of the items that were answered right, from 0 to 1."""
         return self.correct / self.items
 
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values: accuracy, centered, correct and items."""
+        figures = {"correct": self.correct, "items": self.items}
+        return {"accuracy": self.accuracy, "centered": self.centered, **figures}
 
-def task_result(task: Task, correct: int, items: int) -> TaskResult:
+
+class HasScale(Protocol):
+    """A task whose accuracy can be centered."""
+
+    def centered(self, accuracy: float) -> float: ...
+
+
+def task_result(task: HasScale, correct: int, items: int) -> TaskResult:
     """The result of `task` if `correct` of `items` items are answered right."""
     return TaskResult(correct, items, task.centered(correct / items))
 
@@ -70,15 +81,7 @@ class CoreResult:
 
         core_metric: the CORE metric. tasks: {label: dict with accuracy, centered, correct and items}.
         """
-        tasks = {
-            label: {
-                "accuracy": result.accuracy,
-                "centered": result.centered,
-                "correct": result.correct,
-                "items": result.items,
-            }
-            for label, result in self.tasks.items()
-        }
+        tasks = {label: result.to_dict() for label, result in self.tasks.items()}
         return {"core_metric": self.metric, "tasks": tasks}
 
     def describe(self) -> str:

@@ -256,7 +256,8 @@ class Evaluation:
         """Send the results to the tracker at MLFLOW_TRACKING_URI, if that is set. Only rank 0 calls it."""
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         if uri:
-            text = evaluations.send(self.args.checkpoint, self.args.out, self.results.parts, uri)
+            step, parts = int(self.meta["step"]), self.results.parts
+            text = evaluations.send(self.args.checkpoint, step, self.args.out, parts, uri)
             self.log.info(text, extra=fields("tracked"))
 
     def _report_questions(self, task: ChatTask, done: int) -> None:

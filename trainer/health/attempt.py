@@ -63,15 +63,16 @@ class Attempt:
         self.before_end: Callable[[RunEnd, float], RunEnd] = lambda end, seconds: end
         self._figures = OutcomeRecord()
 
-    def begin(self, seconds: float = ENDING_SECONDS) -> None:
+    def begin(self) -> None:
         """Create the run directory, lock it for this rank, and remove the outcome of an earlier attempt.
 
-        Raises ConfigError if that fails, or if another process still trains as this rank after `seconds`.
+        Raises ConfigError if that fails, or if another process still trains as this rank after
+        ENDING_SECONDS.
         """
         lock = self.path.parent / f".rank-{self._env.rank}.lock"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._held = try_lock(lock, seconds)
+            self._held = try_lock(lock, ENDING_SECONDS)
             if self._held is None:
                 pid = lock.read_text(encoding="utf-8").strip()
                 named = f" (PID {pid})" if pid else ""

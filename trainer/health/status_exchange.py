@@ -1,7 +1,7 @@
 """The run status of every rank, exchanged each second through the rendezvous store.
 
     exchange = StatusExchange(env)
-    exchange.start(prefix, status)             # a thread; status() returns the record of this rank
+    exchange.start(status)                     # a thread; status() returns the record of this rank
     exchange.received                          # rank -> ReceivedStatus, for the other ranks
     exchange.publish()                         # publish and read at once, in a bounded time
 
@@ -17,11 +17,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from trainer.distributed.rendezvous import open_store
 from trainer.health.status_record import RunStatusRecord
 from trainer.host.rank_env import RankEnv
 
@@ -55,7 +55,7 @@ class StatusExchange:
     """
 
     def __init__(self, env: RankEnv) -> None:
-        self._env, self._prefix, self.is_started = env, "", False
+        self._env, self.is_started = env, False
         self._key = f"status/{env.rank}"
         self._others: dict[int, str] = {}
         self.expect(set(range(env.world_size)) - {env.rank})
@@ -71,12 +71,9 @@ class StatusExchange:
         """Read the run status of these ranks too, besides those at the start of the run."""
         self._others = {**self._others, **{rank: f"status/{rank}" for rank in ranks}}
 
-    def start(self, prefix: str, status: Callable[[], RunStatusRecord]) -> None:
-        """Start the thread that publishes and reads each second.
-
-        prefix: prefix of the keys in the rendezvous store. status: returns the run status of this rank.
-        """
-        self._prefix, self._status, self.is_started = prefix, status, True
+    def start(self, status: Callable[[], RunStatusRecord]) -> None:
+        """Start the thread that publishes and reads each second. status: returns that of this rank."""
+        self._status, self.is_started = status, True
         threading.Thread(target=self._work, name="status exchange", daemon=True).start()
 
     def stop(self) -> None:
@@ -107,22 +104,12 @@ class StatusExchange:
                     if time.monotonic() < self._try_at:
                         return
                     self._try_at = time.monotonic() + RECONNECT_SECONDS
-                    self._store = self._connect()
+                    self._store = open_store(self._env, seconds=ANSWER_SECONDS)
                 self._number += 1
                 self._store.set(self._key, json.dumps({**self._status().message(), "number": self._number}))
                 self._read(self._store)
             except (RuntimeError, ValueError):
                 self._store = None
-
-    def _connect(self) -> dist.Store:
-        store = dist.TCPStore(
-            self._env.master_addr,
-            self._env.master_port,
-            is_master=False,
-            timeout=timedelta(seconds=ANSWER_SECONDS),
-            wait_for_workers=False,
-        )
-        return dist.PrefixStore(self._prefix, store)
 
     def _read(self, store: dist.Store) -> None:
         others = self._others

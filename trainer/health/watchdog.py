@@ -1,7 +1,7 @@
 """A thread that reports which rank delays a late step, and ends an attempt that cannot continue.
 
     watchdog = Watchdog(run_status, env, run_dir, attempt, log)
-    watchdog.start_exchange(prefix)         # publish this rank's status through the store, read the others'
+    watchdog.start_exchange()               # publish this rank's status through the store, read the others'
     watchdog.set_peers(peers, endpoints)    # the health endpoint of each rank
     raise watchdog.explain(error)           # a collective failed: find the cause among the peers
 
@@ -92,12 +92,9 @@ class Watchdog:
         """The address of this rank's health endpoint, for `set_peers` of the others; "" if there is none."""
         return str(self._endpoint.address) if self._endpoint else ""
 
-    def start_exchange(self, prefix: str) -> None:
-        """From now on, publish this rank's status in the rendezvous store and read those of the other ranks.
-
-        prefix: prefix of the keys in the store.
-        """
-        self._exchange.start(prefix, self._status)
+    def start_exchange(self) -> None:
+        """From now on, publish this rank's status in the rendezvous store and read those of the others."""
+        self._exchange.start(self._status)
 
     def set_peers(self, peers: Iterable[Peer], endpoints: Mapping[int, str]) -> None:
         """Set the other ranks of the run. peers: all ranks.

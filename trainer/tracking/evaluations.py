@@ -45,11 +45,11 @@ def figures(parts: Mapping[str, Any]) -> dict[str, float]:
     return {clean_key(name): value for name, value in found.items()}
 
 
-def send(checkpoint: Path, out: Path, parts: Mapping[str, Any], uri: str) -> str:
+def send(checkpoint: Path, step: int, out: Path, parts: Mapping[str, Any], uri: str) -> str:
     """Send figures and files of an evaluation to the run of the checkpoint; returns a line for the log.
 
-    checkpoint: directory of the checkpoint. out: the folder that has eval.json. parts: as for `figures`. uri:
-    address of the MLflow server. If the results cannot be sent, the line has the reason.
+    checkpoint, step: directory and step of the checkpoint. out: the folder that has eval.json. parts: as for
+    `figures`. uri: address of the MLflow server. If the results cannot be sent, the line has the reason.
     """
     run_dir = checkpoint.absolute().parent.parent
     if not is_server(uri):
@@ -61,7 +61,6 @@ def send(checkpoint: Path, out: Path, parts: Mapping[str, Any], uri: str) -> str
         facts = Facts.load(run_dir)
     except (OSError, ValueError):
         return f"The results were not sent to the tracker: {run_dir} is not the directory of a run."
-    step = int(checkpoint.name.removeprefix("step_")) if checkpoint.name[5:].isdigit() else 0
     try:
         run = MlflowRun(uri, facts, Cursor.load(run_dir, shown_uri(uri), facts).mlflow_run, PATIENCE_SECONDS)
         try:

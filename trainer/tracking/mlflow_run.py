@@ -195,13 +195,19 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 def shown_uri(uri: str) -> str:
     """`uri` without user, password and trailing slash, for messages."""
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # such as a bracket that is not closed
+        return re.sub(r"//[^/]*@", "//", uri)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 
 def is_server(uri: str) -> bool:
     """Whether `uri` has the form http(s)://HOST. MLflow itself would accept folders and databases too."""
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:
+        return False
     return parts.scheme in ("http", "https") and bool(parts.netloc)
 
 
