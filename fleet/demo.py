@@ -4,6 +4,7 @@ import getpass
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -142,7 +143,7 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
 
 def options(settings: Mapping[str, object]) -> list[str]:
     """The options `-e NAME=VALUE` of ansible-playbook, as arguments. settings: {NAME: VALUE}."""
-    return [word for name, value in settings.items() for word in ("-e", f"{name}={value}")]
+    return [word for name, value in settings.items() for word in ("-e", f"{name}={shlex.quote(str(value))}")]
 
 
 def talk(screen: Screen, demo: Demo, data: Path, run_id: str, password: str | None) -> list[tuple[str, str]]:

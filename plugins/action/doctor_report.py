@@ -27,6 +27,7 @@ class ActionModule(ControllerAction):
         found = measured(hosts, hostvars)
         report = examined(found, hostvars, asked["limits"], {**about, "forks": variables["ansible_forks"]})
         if asked["file"]:
+            Path(asked["file"]).parent.mkdir(parents=True, exist_ok=True)
             Path(asked["file"]).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         if not self._task.check_mode:
             kept = kept_file(asked["kept"], hosts)

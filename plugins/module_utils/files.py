@@ -45,18 +45,24 @@ def sha256_of(path: str | Path, size: int | None = None) -> str:
     return digest.hexdigest()
 
 
-def write_whole(path: str, text: str, mode: int = 0o644) -> None:
+def write_whole(path: str, text: str, mode: int = 0o644, gid: int = -1) -> None:
     """Write a text to the file `path` atomically: temporary file, fsync, os.replace.
 
     path: has a folder, such as ./run.json; the folder is created if it is missing. mode: the permission bits
-    of the file. Raises OSError if the file cannot be written; an existing file is then unchanged.
+    of the file. gid: number of its group; -1: that of this process. Raises OSError if the file cannot be
+    written; an existing file is then unchanged.
     """
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o755, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".nanofleet-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), mode)
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            os.fchown(file.fileno(), -1, gid)
+            os.fchmod(file.fileno(), mode)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise

@@ -18,8 +18,6 @@ from ansible_collections.nanofleet.fleet.trainer.stages import SFT, parent_of, s
 SHAPE = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "window_pattern")
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Folders that the unit of a run does not see (ProtectHome, PrivateTmp)."""
-IMPORTED = "/var/lib/nanofleet/imported"
-RUNS = "/var/lib/nanofleet/runs"
 Found = Mapping[str, Any]
 
 
@@ -64,7 +62,7 @@ def plan(
         _check_shape(meta, settings)
         _check_tokenizer(meta, tokenizer_sha256)
         if sandboxed and _is_hidden(chosen["path"]):
-            raise FineTuningRefusedError(_hidden(host, chosen["path"]))
+            raise FineTuningRefusedError(_hidden(host, chosen["path"], found["state_dir"]))
         config = sft_settings(meta, settings)
         RunConfig.from_strings(config)
     except ConfigError as error:
@@ -179,7 +177,8 @@ def _resumed(
             f"-e from_run={base}, without -e from_checkpoint. Or, if fetch.yml has copied {step} to "
             f"runs/{base}/{host} on the controller, send it back to {host}: ansible coordinator -m "
             f"ansible.builtin.copy -b -a 'src=runs/{base}/{host}/checkpoints/{step} "
-            f"dest={RUNS}/{base}/checkpoints/ mode=a+rX', then repeat the command that failed"
+            f"dest={found['state_dir']}/runs/{base}/checkpoints/ mode=a+rX', then repeat the command that "
+            "failed"
         )
         raise FineTuningRefusedError(finding("NF427", host, problem, fix))
     return {
@@ -221,19 +220,20 @@ def _is_hidden(path: str) -> bool:
     return any(path == folder or path.startswith(folder + "/") for folder in HIDDEN)
 
 
-def _hidden(host: str, path: str) -> Finding:
+def _hidden(host: str, path: str, state_dir: str) -> Finding:
     problem = (
         f"The systemd unit of a run cannot read {path}: it has no access to home directories and to /tmp."
     )
-    return finding("NF430", host, problem, _imported(host, path))
+    return finding("NF430", host, problem, _imported(host, path, state_dir))
 
 
-def _imported(host: str, path: str) -> str:
+def _imported(host: str, path: str, state_dir: str) -> str:
     """The fix that copies a checkpoint to a folder that the unit of a run can read."""
-    copy = f"{IMPORTED}/{os.path.basename(path.rstrip('/'))}"
+    folder = f"{state_dir}/imported"
+    copy = f"{folder}/{os.path.basename(path.rstrip('/'))}"
     return (
-        f"copy the folder to where the unit can read it: sudo mkdir -p {IMPORTED} && sudo cp -r "
-        f"{path.rstrip('/')} {IMPORTED}/ && sudo chmod -R a+rX {copy}  (on {host}), then repeat the command "
+        f"copy the folder to where the unit can read it: sudo mkdir -p {folder} && sudo cp -r "
+        f"{path.rstrip('/')} {folder}/ && sudo chmod -R a+rX {copy}  (on {host}), then repeat the command "
         f"with -e from_checkpoint={copy}"
     )
 
@@ -252,7 +252,7 @@ def _nothing(host: str, found: Found, from_checkpoint: str, sandboxed: bool) -> 
             f"The coordinator {host} has no checkpoint {from_checkpoint}, or its service user cannot read "
             "this folder."
         )
-        readable = _imported(host, from_checkpoint)
+        readable = _imported(host, from_checkpoint, found["state_dir"])
         if not (sandboxed and _is_hidden(from_checkpoint)):
             readable = (
                 f"let the service user read it: sudo chmod -R a+rX {from_checkpoint}  (on {host}), then "

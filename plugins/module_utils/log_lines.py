@@ -39,6 +39,18 @@ def tail(path: str) -> list[str]:
     return lines[1:] if size > TAIL_BYTES else lines
 
 
+def lines_after(path: str, start: int) -> tuple[list[str], int]:
+    """The whole lines of a text file that begin at byte `start` or later, and the byte after the last one.
+
+    Raises OSError if the file cannot be read. A file that is shorter than `start` is read from its begin.
+    """
+    with open(path, "rb") as file:
+        start = start if start <= file.seek(0, os.SEEK_END) else 0
+        file.seek(start)
+        data, newline, _ = file.read().rpartition(b"\n")
+    return data.decode("utf-8", "replace").splitlines(), start + len(data) + len(newline)
+
+
 def attempt_of(lines: list[str]) -> list[str]:
     """The lines of the last attempt in a log; all lines if no line begins with ATTEMPT."""
     starts = [index for index, line in enumerate(lines) if line.startswith(ATTEMPT)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def report(
             "setup: ansible-playbook setup.yml"
         )
     elif on_controller:
-        lines.append(f"On this machine remain folders; to remove them: rm -r {' '.join(on_controller)}")
+        lines.append(f"On this machine remain folders; to remove them: rm -r {shlex.join(on_controller)}")
     if not done and any(removed.values()):
         lines.append(
             "Nothing was changed. The number after changed= in the PLAY RECAP below counts what a reset "

@@ -92,11 +92,16 @@ def newest_checkpoint(run_dir: str) -> tuple[str | None, float | None]:
     is written last.
     """
     folder = os.path.join(run_dir, "checkpoints")
-    for name in reversed(names_in(folder)):
-        if re.fullmatch(r"step_[0-9]+", name):
-            with contextlib.suppress(OSError):
-                return "checkpoints/" + name, os.stat(os.path.join(folder, name, "meta.json")).st_mtime
+    for name in reversed(checkpoint_names(folder)):
+        with contextlib.suppress(OSError):
+            return "checkpoints/" + name, os.stat(os.path.join(folder, name, "meta.json")).st_mtime
     return None, None
+
+
+def checkpoint_names(folder: str) -> list[str]:
+    """The names of the checkpoints in a folder, step_NNNNNN, by their steps."""
+    names = [name for name in names_in(folder) if re.fullmatch(r"step_[0-9]+", name)]
+    return sorted(names, key=lambda name: int(name.removeprefix("step_")))
 
 
 def rebooted_since(

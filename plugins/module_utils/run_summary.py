@@ -24,9 +24,11 @@ def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
     at_boot: whether a host restarts the run when the host boots. lost: hosts that did not answer.
     several: a message if several runs are active, else "". can_save: see `can_save`. not_met: see `not_met`.
     transfer: result of `transferred`. coordinator: the host of rank 0, which saves checkpoints.
-    speaker: the host from whose log the steps are shown.
+    speaker: the host from whose log the steps are shown. saved_on: the first host in rank order with the
+        newest checkpoint; "" if no host has one.
     """
     reached = answered(states)
+    saved = [host for host, state in reached.items() if state.get("checkpoint")]
     return {
         "run_id": run_shown(states, run_id),
         "known": any(state["found"] for state in reached.values()),
@@ -39,6 +41,7 @@ def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
         "transfer": transferred(states),
         "coordinator": coordinator(states),
         "speaker": next((host for host, state in reached.items() if state["found"]), ""),
+        "saved_on": max(saved, key=lambda host: checkpoint_step(reached[host]), default=""),
     }
 
 
@@ -152,7 +155,8 @@ def new_hosts(states: Mapping[str, State]) -> dict[str, Any]:
     """The active elastic run, and the hosts that do not have this run, such as hosts that were just set up.
 
     states: {host: result of run_state}. Keys of the result:
-    run_id: name of the run; "" unless exactly one run is active and it is elastic.
+    run_id: name of the run; "" unless exactly one run is active, it is elastic, and its data are those of
+        setup.yml: the conversations of a fine-tuning come with train.yml.
     hosts: the hosts that answered and do not have the run; [] if run_id is "". A host that has left the run
     still has it.
     """
@@ -161,8 +165,9 @@ def new_hosts(states: Mapping[str, State]) -> dict[str, Any]:
     known = {host: {run["run_id"]: run for run in state["runs"]} for host, state in reached.items()}
     config = next((runs[run_id]["config"] for runs in known.values() if run_id in runs), None) or {}
     is_elastic = len(active) == 1 and str(config.get("elastic", "")).lower() == "true"
+    can_join = is_elastic and config.get("stage") != "sft"
     hosts = [host for host, runs in known.items() if host not in on and run_id not in runs]
-    return {"run_id": run_id, "hosts": hosts} if is_elastic else {"run_id": "", "hosts": []}
+    return {"run_id": run_id, "hosts": hosts} if can_join else {"run_id": "", "hosts": []}
 
 
 def several_active(states: Mapping[str, State]) -> str:

@@ -52,7 +52,7 @@ def settings(extra_vars: Sequence[str], text: str = "") -> str:
     for given in extra_vars:
         pairs = parse_kv(given) if given[:1] not in "@{[" else {}
         words += [
-            "-e " + shlex.quote(f"{name}={pairs[name]}")
+            "-e " + shlex.quote(f"{name}={shlex.quote(pairs[name])}")
             for name in SETTINGS
             if name in pairs and f"write {name}:" not in text
         ]

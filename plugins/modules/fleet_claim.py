@@ -39,6 +39,9 @@ def main() -> None:
         before = Path(path).read_text(encoding="utf-8") if os.path.exists(path) else ""
         claim = parse(before, path, params["host"])
     except (OSError, ValueError) as error:
+        if state == "checked":  # as for a host of another fleet, nothing begins on any host
+            unchanged = {"renamed": "", "controllers": [], "removed": [], "diff": {"before": "", "after": ""}}
+            module.exit_json(changed=False, refusal=str(error), **unchanged)
         module.fail_json(msg=str(error))
     wanted = merge(claim, params)
     refused = refusal(claim, params["fleet_id"], wanted["hosts"], params["host"], params["partial"])

@@ -8,27 +8,25 @@ All files are read as the service user, because the run reads the checkpoint as 
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_dir import (
     RUN_ID,
+    checkpoint_names,
     known_runs,
-    names_in,
     newest_checkpoint,
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 
 META = ("run_id", "step", "schema", "config", "sha256", "hashes")
-STEP = re.compile(r"step_[0-9]+")
 
 
 def checkpoints(run_dir: str) -> list[dict[str, Any]]:
     """The complete checkpoints of a run, the oldest first."""
     folder = os.path.join(run_dir, "checkpoints")
-    paths = [os.path.join(folder, name) for name in names_in(folder) if STEP.fullmatch(name)]
+    paths = [os.path.join(folder, name) for name in checkpoint_names(folder)]
     return [found for path in paths if (found := checkpoint(path))]
 
 
@@ -45,6 +43,7 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
     """Read the checkpoints of a base run, and the runs of stage sft. Returns the result of the module.
 
     params: options of the module. Keys of the result:
+    state_dir: the option of this name.
     run: the name of the base run; "" if params["checkpoint"] is an absolute path.
     known: whether the run or checkpoint exists. runs: the names of the newest runs.
     tuned: the runs of stage sft, as dicts of known_runs with has_checkpoint (whether the run has saved one).
@@ -64,7 +63,8 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
             own = newest_checkpoint(os.path.join(runs_dir, each["run_id"]))[0]
             tuned.append({**each, "has_checkpoint": own is not None})
     known = os.path.exists(os.path.join(runs_dir, run, "run.json")) if run else False
-    return {"run": run, "known": known or bool(found), "runs": names, "tuned": tuned, "checkpoints": found}
+    about = {"state_dir": params["state_dir"], "run": run, "known": known or bool(found), "runs": names}
+    return {**about, "tuned": tuned, "checkpoints": found}
 
 
 def main() -> None:

@@ -13,11 +13,12 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     FRAME,
+    TAIL_BYTES,
     attempt_of,
     first_error,
     is_error,
+    lines_after,
     signal_text,
-    tail,
     without_torchrun_report,
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import PREFIX
@@ -25,11 +26,14 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user impor
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
     find_unit,
     is_up,
+    own_scope,
     run,
     unit_name,
 )
 
 ERROR_LINES = 20
+IN_FILE = "train.log:"
+"""Begin of a cursor that is a position in train.log, not in the journal."""
 SEARCHED = 2000
 """Lines that are searched for the first error; fewer may be returned."""
 Line = dict[str, Any]
@@ -93,6 +97,8 @@ def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
     """
     command = ["journalctl", "--quiet", "--no-pager", "--output=json", "--output-fields=MESSAGE"]
     command += ["--unit=" + unit_name(PREFIX + params["run_id"])]
+    if own_scope() == "user":  # journalctl shows the lines of both
+        command += ["--user-unit=" + unit_name(PREFIX + params["run_id"])]
     command += ["--after-cursor=" + params["cursor"]] if params["cursor"] else ["--lines=" + str(count)]
     command += ["--since=" + params["since"]] if params["since"] and not params["cursor"] else []
     code, out, err = run(command)
@@ -107,22 +113,39 @@ def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
     return lines, entries[-1]["__CURSOR"] if entries else params["cursor"]
 
 
+def read_file(path: str, cursor: str) -> tuple[list[Entry], str]:
+    """Read the log file `path`. Returns ([(text, None) of each line], cursor).
+
+    cursor: that of the last reading, then only later lines are read; "" to read the end of the file. Without
+    a file, the result is ([], cursor).
+    """
+    try:
+        start = int(cursor.removeprefix(IN_FILE)) if cursor else max(0, os.path.getsize(path) - TAIL_BYTES)
+        texts, end = lines_after(path, start)
+    except OSError:
+        return [], cursor or f"{IN_FILE}0"
+    whole = texts[1:] if start and not cursor else texts  # the first line may have begun earlier
+    return [(text, None) for text in whole], f"{IN_FILE}{end}"
+
+
 def read(params: dict[str, Any]) -> dict[str, Any]:
     """Read the log of a run once; returns the result of the module. params: options of the module.
 
     Keys of the result:
     lines: the newest lines (see `line_of`), params["lines"] at most. error: the first error, as lines.
-    cursor: position of the last line in the journal, for the next reading.
+    cursor: position of the last line in the journal or in train.log, for the next reading.
     source: "journal", or "file" if the lines are those of train.log.
     ended: whether the unit of the run is neither active nor about to start.
     """
     count = max(SEARCHED, params["lines"])
-    lines, cursor = read_journal(params, count)
-    source = "journal"
-    if not (lines or params["cursor"] or params["since"]):
+    lines: list[Entry] = []
+    cursor, source = params["cursor"], "file" if params["cursor"].startswith(IN_FILE) else "journal"
+    if source == "journal":
+        lines, cursor = read_journal(params, count)
+    if source == "file" or not (lines or params["cursor"] or params["since"]):
         source = "file"
         with acting_as(params["user"]):
-            lines = [(text, None) for text in tail(os.path.join(params["run_dir"], "train.log"))]
+            lines, cursor = read_file(os.path.join(params["run_dir"], "train.log"), cursor)
     texts = [text for text, _moment in lines]
     kept = [lines[index] for index in without_torchrun_report(texts)]
     kept = [line for line in kept if params["steps"] or not STEP.match(line[0])]

@@ -1,6 +1,7 @@
 """Commands in messages: with the -i and -K that the person gave, so that they can be typed as they stand."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,9 @@ def _messages(node: object) -> list[str]:
         return []
     own = [str(node[key]) for key in ("msg", "fail_msg", "success_msg") if key in node]
     return own + [printed for part in node.values() for printed in _messages(part)]
+
+
+def test_a_folder_with_a_space_can_be_typed_again() -> None:
+    given = plugin.settings(["data_dir='/my data'"])
+    (_, assignment) = shlex.split(given)
+    assert plugin.parse_kv(assignment) == {"data_dir": "/my data"}

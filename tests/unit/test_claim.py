@@ -146,4 +146,5 @@ def test_a_claim_that_cannot_be_read_stops(host: Host, text: str, says: str) -> 
     result = host.claim("home")
     assert result["failed"]
     assert says in result["msg"]
+    assert says in host.claim("home", "checked")["refusal"], "so that nothing begins on the other hosts"
     assert host.path.read_text() == text

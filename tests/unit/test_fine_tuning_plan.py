@@ -36,7 +36,7 @@ def checkpoint(step: int = 40, run: str = "first", **changes: Any) -> dict[str, 
 
 
 def found(*checkpoints: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    known = {"run": "first", "known": True, "runs": ["first"], "tuned": []}
+    known = {"state_dir": "/var/lib/nanofleet", "run": "first", "known": True, "runs": ["first"], "tuned": []}
     return {**known, "checkpoints": list(checkpoints), **changes}
 
 

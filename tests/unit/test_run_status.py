@@ -481,6 +481,13 @@ def test_an_evaluation_that_has_not_finished_names_each_cause() -> None:
     assert printed == "laptop did not answer."
 
 
+def test_the_host_with_the_newest_checkpoint_is_found() -> None:
+    saved = {host: state(checkpoint=f"checkpoints/step_{step}") for host, step in
+             {"tower": "999999", "laptop": "1000000", "attic": "1000000"}.items()}  # fmt: skip
+    assert summary.summary({**saved, "cellar": {"unreachable": True}})["saved_on"] == "laptop"
+    assert summary.summary({"tower": state(checkpoint=None)})["saved_on"] == ""
+
+
 def test_hosts_that_know_nothing_of_the_active_elastic_run_are_found() -> None:
     elastic = {"run_id": "a", "time": 2.0, "active": True, "config": {"elastic": "true"}}
     up = state(run_id="a", found=True, active_units=["nanofleet-a.service"], runs=[elastic])
@@ -491,5 +498,7 @@ def test_hosts_that_know_nothing_of_the_active_elastic_run_are_found() -> None:
     assert summary.new_hosts({"tower": left, "attic": new}) == nothing
     plain = {**up, "runs": [{**elastic, "config": {"elastic": "false"}}]}
     assert summary.new_hosts({"tower": plain, "attic": new}) == nothing
+    tuned = {**up, "runs": [{**elastic, "config": {"elastic": "true", "stage": "sft"}}]}
+    assert summary.new_hosts({"tower": tuned, "attic": new}) == nothing
     other = state(run_id="b", found=True, active_units=["nanofleet-b.service"], runs=[])
     assert summary.new_hosts({"tower": up, "laptop": other, "attic": new}) == nothing
