@@ -78,6 +78,7 @@ def test_two_hosts_find_what_one_process_finds(
 def test_finished_tasks_are_kept_and_another_limit_is_another_evaluation(
     fleet: Fleet, trained: str, tmp_path: Path
 ) -> None:
+    fleet.play("eval.yml", run_id=RUN, fetch_to=tmp_path)
     printed = fleet.play("eval.yml", run_id=RUN, fetch_to=tmp_path).stdout
     assert "were finished before" in printed
     fleet.play("eval.yml", run_id=RUN, fetch_to=tmp_path, core_max_per_task=4, core=BUNDLE)
