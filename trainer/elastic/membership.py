@@ -328,7 +328,7 @@ class Membership:
             self._leaving.set()
             return self.left.wait(seconds)
         with contextlib.suppress(RuntimeError):
-            keys = self._keys.over(StoreKeys(open_store(self.env, seconds=LOST_STORE_SECONDS / 2)))
+            keys = self._keys.over(StoreKeys(open_store(self.env, seconds=LOST_STORE_SECONDS)))
             Follower(keys, self._follower.me).leave()
             keys.add(REQUESTS, 1)
             self._leaving.set()
