@@ -185,7 +185,7 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     if active:
         # After a boot, a host that is no longer part of the run waits for the earlier hosts.
         members = [host for host in active if host in (stored or {}).get("hosts", active)] or active
-        absent = _absent(stored or {}, fleet, unit)
+        absent = [] if run_file.chosen_from else _absent(stored or {}, fleet, unit)  # one host is enough
         if before.is_elastic and absent and coordinator(fleet, run_file.hosts) in active:
             ranks = [*(stored or {}).get("hosts", []), *added_hosts(fleet.values())]
             removed = [host for host in ranks if host not in fleet]

@@ -155,8 +155,9 @@ def new_hosts(states: Mapping[str, State]) -> dict[str, Any]:
     """The active elastic run, and the hosts that do not have this run, such as hosts that were just set up.
 
     states: {host: result of run_state}. Keys of the result:
-    run_id: name of the run; "" unless exactly one run is active, it is elastic, and its data are those of
-        setup.yml: the conversations of a fine-tuning come with train.yml.
+    run_id: name of the run; "" unless exactly one run is active, it is elastic, sync=auto has not
+        transferred it to one host, and its data are those of setup.yml: the conversations of a fine-tuning
+        come with train.yml.
     hosts: the hosts that answered and do not have the run; [] if run_id is "". A host that has left the run
     still has it.
     """
@@ -165,7 +166,8 @@ def new_hosts(states: Mapping[str, State]) -> dict[str, Any]:
     known = {host: {run["run_id"]: run for run in state["runs"]} for host, state in reached.items()}
     config = next((runs[run_id]["config"] for runs in known.values() if run_id in runs), None) or {}
     is_elastic = len(active) == 1 and str(config.get("elastic", "")).lower() == "true"
-    can_join = is_elastic and config.get("stage") != "sft"
+    chosen = any((reached[host].get("run_file") or {}).get("chosen_from") for host in on)
+    can_join = is_elastic and not chosen and config.get("stage") != "sft"
     hosts = [host for host, runs in known.items() if host not in on and run_id not in runs]
     return {"run_id": run_id, "hosts": hosts} if can_join else {"run_id": "", "hosts": []}
 

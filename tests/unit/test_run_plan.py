@@ -288,7 +288,7 @@ def test_a_run_that_its_ranks_leave_to_one_host_is_planned_for_that_one() -> Non
 
 
 def left_to_laptop(**changes: Any) -> dict[str, Any]:
-    run_file = {**stored(sync="auto")["run_file"], "hosts": ["laptop"], "chosen_from": HOSTS}
+    run_file = {**stored(sync="auto", elastic="true")["run_file"], "hosts": ["laptop"], "chosen_from": HOSTS}
     return state(found=True, run_file=run_file, **changes)
 
 

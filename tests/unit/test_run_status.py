@@ -500,5 +500,7 @@ def test_hosts_that_know_nothing_of_the_active_elastic_run_are_found() -> None:
     assert summary.new_hosts({"tower": plain, "attic": new}) == nothing
     tuned = {**up, "runs": [{**elastic, "config": {"elastic": "true", "stage": "sft"}}]}
     assert summary.new_hosts({"tower": tuned, "attic": new}) == nothing
+    chosen = {**up, "run_file": {"chosen_from": ["tower", "attic"]}}
+    assert summary.new_hosts({"tower": chosen, "attic": new}) == nothing
     other = state(run_id="b", found=True, active_units=["nanofleet-b.service"], runs=[])
     assert summary.new_hosts({"tower": up, "laptop": other, "attic": new}) == nothing
