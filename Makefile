@@ -64,12 +64,12 @@ test-fast: lint ## lint, and the tests that start no containers and no ranks: un
 	pytest -n 2 --dist worksteal -m "not lab and not slow and not processes"
 
 .PHONY: test
-test: lab-tools test-fast lint-docs ## and ranks that train, Molecule on Debian 12 and 13 hosts, end to end over SSH, and a soak of 5 minutes
+test: lab-tools test-fast lint-docs ## and ranks that train, Molecule on Debian 12 and 13 hosts, end to end over SSH, and a soak of 4 minutes
 	@scripts/bootstrap.sh browser
 	pytest -n 2 --dist worksteal -m "processes and not slow"
 	scripts/molecule.sh default trixie network
 	pytest -m "lab and not slow"
-	NANOFLEET_FAULTS_MINUTES=4 pytest -s tests/e2e/test_soak.py
+	NANOFLEET_FAULTS_MINUTES=3 pytest -s tests/e2e/test_soak.py
 
 .PHONY: test-full
 test-full: lab-tools lint lint-docs ## everything but the planted faults (make test-faults)

@@ -74,6 +74,23 @@ def test_status_shows_both_hosts(fleet: Fleet) -> None:
     assert "Outcome: finished: All 20 steps done" in " ".join(status.stdout.split())
 
 
+def test_a_host_where_sudo_fails_hides_nothing_of_the_others(fleet: Fleet) -> None:
+    """As where -K is forgotten and one host wants a password."""
+    containers = {**os.environ, "CONTAINERS_CONF": str(ROOT / ".lab" / LAB / "containers.conf")}
+
+    def move(source: str, target: str) -> None:
+        subprocess.run(["podman", "exec", HOSTS[1], "mv", source, target], check=True, env=containers)
+
+    move("/etc/sudoers.d/ops", "/root/ops")
+    try:
+        status = fleet.play("status.yml", fails=True, run_id="e2e").stdout
+        stop = " ".join(fleet.play("stop.yml", fails=True, run_id="e2e").stdout.split())
+    finally:
+        move("/root/ops", "/etc/sudoers.d/ops")
+    assert re.search(rf"^ *{HOSTS[0]} +inactive +0 +done +20/20 ", status, re.MULTILINE), status
+    assert f"NF414: No answer from {HOSTS[1]}, so no run was stopped there." in stop
+
+
 def test_logs_and_copies_come_and_a_second_copy_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
     logs = fleet.play("logs.yml", run_id="e2e")
     assert logs.changed() == 0

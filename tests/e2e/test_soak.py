@@ -1,8 +1,8 @@
 """An elastic run to whose three hosts something happens every 45 s, also to the coordinator.
 
-Half an hour in `make test-faults`, and five minutes in `make test`, which compares only the losses around
+Half an hour in `make test-faults`, and four minutes in `make test`, which compares only the losses around
 changes of the members:
-    NANOFLEET_FAULTS_MINUTES=4 pytest -s tests/e2e/test_soak.py  # a fifth for the hosts to return
+    NANOFLEET_FAULTS_MINUTES=3 pytest -s tests/e2e/test_soak.py  # a fourth for the hosts to return
 NANOFLEET_FAULTS_SEED=2 makes other events happen.
 """
 

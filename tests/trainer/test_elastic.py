@@ -179,6 +179,7 @@ def test_a_rank_that_differs_is_refused(elastic: Begin, undisturbed: list[float]
     check_refusal(elastic(2), undisturbed, "config.seed", "host-2", seed=7)
 
 
+@pytest.mark.slow
 def test_a_rank_with_other_data_is_refused(elastic: Begin, undisturbed: list[float], tmp_path: Path) -> None:
     source, other, draw = tmp_path / "text", tmp_path / "data", random.Random(8)
     source.mkdir()
@@ -228,7 +229,7 @@ def test_the_model_of_a_failed_step_is_gone_before_the_next_one_is_built(elastic
     assert (run.run_dir(1) / "parameters").read_text().split() == ["0", "0"]
 
 
-@pytest.mark.parametrize("connection", [1, 2])
+@pytest.mark.parametrize("connection", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_rank_that_freezes_as_it_joins_costs_seconds(
     elastic: Begin, undisturbed: list[float], connection: int
 ) -> None:
@@ -247,7 +248,7 @@ def test_a_rank_that_freezes_as_it_joins_costs_seconds(
     check_losses(run, undisturbed)
 
 
-@pytest.mark.parametrize("sync", ["exact", "local"])
+@pytest.mark.parametrize("sync", ["exact", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_rank_that_joins_too_slowly_is_left_out_for_a_while(
     elastic: Begin, undisturbed: list[float], sync: str
 ) -> None:
@@ -301,7 +302,9 @@ def test_a_rank_that_dies_in_an_evaluation_or_a_save_is_left_behind(
     check_losses(run, undisturbed)
 
 
-@pytest.mark.parametrize("fault", ["late_evaluate 40 6", "late_save 40 6"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("late_evaluate 40 6", marks=pytest.mark.slow), "late_save 40 6"]
+)
 def test_a_rank_that_returns_in_an_evaluation_or_a_save_trains_with_the_others(
     elastic: Begin, undisturbed: list[float], fault: str
 ) -> None:
@@ -322,6 +325,7 @@ def test_a_rank_that_returns_in_an_evaluation_or_a_save_trains_with_the_others(
     check_losses(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_fixed_shares_hold_for_the_members_that_are_left(elastic: Begin, undisturbed: list[float]) -> None:
     run = elastic(3, shares="1,3,1", save_every=10, keep_checkpoints=20, snapshot_seconds=1)
     run.reach(15)

@@ -128,7 +128,9 @@ def test_coordinators_that_leave_in_order_cost_no_step(failover: Begin, undistur
         check_losses(run, undisturbed)
 
 
-@pytest.mark.parametrize("fault", ["exit_evaluate 20 0", "exit_save 20 0"])
+@pytest.mark.parametrize(
+    "fault", ["exit_evaluate 20 0", pytest.param("exit_save 20 0", marks=pytest.mark.slow)]
+)
 def test_a_coordinator_that_is_lost_in_an_evaluation_or_a_save_is_replaced(
     failover: Begin, undisturbed: list[float], fault: str
 ) -> None:
@@ -228,7 +230,7 @@ def test_of_two_hosts_the_one_that_is_left_continues_if_it_may(
     check_losses(run, undisturbed)
 
 
-@pytest.mark.parametrize("sync", ["exact", "local"])
+@pytest.mark.parametrize("sync", ["exact", pytest.param("local", marks=pytest.mark.slow)])
 def test_hosts_with_two_ranks_each_elect_a_coordinator(failover: Begin, data_dir: Path, sync: str) -> None:
     """The copies are on the first rank of the next host, which alone votes for it and keeps its files."""
     run = failover(6, PairsRun, total_batch_size=192, snapshot_seconds=1, sync=sync)

@@ -43,7 +43,10 @@ def flip_a_bit(data_dir: Path, step: int) -> int:
     return int(numbers[row])
 
 
-@pytest.mark.parametrize("sync", [pytest.param("dense", marks=pytest.mark.slow), "exact", "local"])
+@pytest.mark.parametrize(
+    "sync",
+    [pytest.param("dense", marks=pytest.mark.slow), "exact", pytest.param("local", marks=pytest.mark.slow)],
+)
 def test_a_bit_that_changes_in_the_rows_of_one_host_while_it_trains(
     start: Start, data_dir: Path, tmp_path: Path, sync: str
 ) -> None:
