@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.claim_file import (
@@ -15,6 +16,16 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.claim_file import 
     refusal,
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write_whole
+
+
+def read(path: str, host: str) -> tuple[str, dict[str, Any]]:
+    """The text of the claim of `host` and its content; ("", {}) if there is none. Raises ValueError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8") if os.path.exists(path) else ""
+    except (OSError, UnicodeDecodeError) as error:
+        about = f"The file {path} on {host}, which names its fleet,"
+        raise ValueError(f"{about} cannot be read: {error}") from None
+    return text, parse(text, path, host)
 
 
 def main() -> None:
@@ -36,9 +47,8 @@ def main() -> None:
     params = module.params
     path, state = params["path"], params["state"]
     try:
-        before = Path(path).read_text(encoding="utf-8") if os.path.exists(path) else ""
-        claim = parse(before, path, params["host"])
-    except (OSError, ValueError) as error:
+        before, claim = read(path, params["host"])
+    except ValueError as error:
         if state == "checked":  # as for a host of another fleet, nothing begins on any host
             unchanged = {"renamed": "", "controllers": [], "removed": [], "diff": {"before": "", "after": ""}}
             module.exit_json(changed=False, refusal=str(error), **unchanged)

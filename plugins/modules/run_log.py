@@ -123,7 +123,7 @@ def read_file(path: str, cursor: str) -> tuple[list[Entry], str]:
         start = int(cursor.removeprefix(IN_FILE)) if cursor else max(0, os.path.getsize(path) - TAIL_BYTES)
         texts, end = lines_after(path, start)
     except OSError:
-        return [], cursor or f"{IN_FILE}0"
+        return [], cursor
     whole = texts[1:] if start and not cursor else texts  # the first line may have begun earlier
     return [(text, None) for text in whole], f"{IN_FILE}{end}"
 
