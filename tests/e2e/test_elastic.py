@@ -109,7 +109,7 @@ def undisturbed(data_dir: Path, run_dir: Path, last: int = STEPS, **others: obje
 def all_three(three: Three) -> Iterator[Three]:
     """The three hosts, which serve no fleet afterwards; other modules make a fleet of two of them."""
     yield three
-    three.all.play("reset.yml", reset_confirm=True)
+    three.all.play("reset.yml", reset_confirm=True, reset_force=True)
 
 
 def test_a_worker_leaves_and_returns_in_every_way(all_three: Three, dataset: Path, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_worker_leaves_and_returns_in_every_way(all_three: Three, dataset: Pat
     assert three.inside(1, again) == before, "no step is lost when a host leaves in order"
 
     outcome = f"cat {RUN_DIR}/outcome.json 2>/dev/null || echo '{{}}'"
-    worker.wait(lambda: json.loads(three.inside(1, outcome)).get("outcome") == "finished", "the end", 600)
+    worker.wait(lambda: json.loads(three.inside(1, outcome)).get("outcome") == "finished", "the end", 1800)
     expected = undisturbed(dataset, tmp_path / "run", **LONGER)
     lines = map(json.loads, three.inside(1, f"cat {RUN_DIR}/metrics.jsonl").splitlines())
     found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
