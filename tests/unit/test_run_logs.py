@@ -92,7 +92,7 @@ def test_a_closed_journal_is_made_up_for_by_the_log(journal: Path, monkeypatch: 
     assert read["source"] == "file"
     assert [line["text"] for line in read["lines"]] == ["step 1/9", "all well"]
     assert read["error"] == []
-    with open(journal / "train.log", "a") as log:  # as follow_log goes on
+    with open(journal / "train.log", "a") as log:  # while follow_log reads
         log.write("[rank 0] step 2/9\n[rank 0] half a li")
     for expected in (["step 2/9"], []):
         read = call(run_log, monkeypatch, run_id="a", run_dir=str(journal), cursor=read["cursor"])
