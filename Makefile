@@ -60,7 +60,7 @@ lint-docs: venv ## antsibull-docs: the documentation of modules, filters and rol
 	$(ANTSIBULL) lint-collection-docs --plugin-docs .
 
 .PHONY: test-fast
-test-fast: lint ## lint, and the tests that start no containers and no ranks: under 3 minutes
+test-fast: lint ## lint, and the tests that start neither containers nor Ansible nor ranks: under 3 minutes
 	pytest -n 2 --dist worksteal -m "not lab and not slow and not processes"
 
 .PHONY: test

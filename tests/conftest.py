@@ -1,5 +1,11 @@
 """What holds for all tests, and fixtures of several modules; those with a lab share one a session."""
 
+import os
+
+# Workers of pytest -n share the processors: with a thread for each processor, they wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Ansible's module utilities replace sys.intern, and after that torch._dynamo can no longer be imported (torch
 # does so when it is first needed): so it comes first, whichever test a worker begins with.
 import torch._dynamo  # noqa: F401  isort: skip

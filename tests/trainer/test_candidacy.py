@@ -66,6 +66,7 @@ def close(hosts: dict[int, Candidacy]) -> None:
         each.close()
 
 
+@pytest.mark.processes
 def test_a_host_that_was_added_follows_who_is_elected_and_is_not_counted(
     tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ def test_ranks_agree_bitwise_and_continue_run_bitwise(compression: dict[str, Any
     assert equal(mine[0], mine[2]), "after the end nobody has anything of its own"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("rows", [(4,), (1, 3), (1, 3, 2)])
 @pytest.mark.parametrize("delay", [0, 1, 3])
 def test_looking_does_not_change_the_training(rows: tuple[int, ...], delay: int) -> None:
@@ -151,6 +152,7 @@ def test_looking_does_not_change_the_training(rows: tuple[int, ...], delay: int)
     assert all(equal(end, quiet) for looked in ends[1:] for end, quiet in zip(looked, ends[0], strict=True))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("compression", [COMPRESSIONS[0], COMPRESSIONS[3]], ids=str)
 def test_a_checkpoint_in_a_sync_round_resumes_bitwise(compression: dict[str, Any]) -> None:
     """Saved after each step in turn: fragments of all kinds are in flight, for one step and for two."""

@@ -111,6 +111,7 @@ def test_a_round_that_nobody_has_completed_is_taken_back_and_started_again(outer
     assert again.completed > 6
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("outer", OUTERS)
 def test_a_round_that_one_rank_has_completed_is_completed_on_all(outer: Outer) -> None:
     undisturbed, ranks = ranks_after(9, outer), ranks_after(8, outer)
@@ -149,6 +150,7 @@ def test_a_round_that_one_rank_has_completed_is_completed_on_all(outer: Outer) -
     continue_run(ranks[:2], 9, 8)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("outer", OUTERS)
 def test_a_rank_that_joins_starts_from_the_shared_parameters(outer: Outer) -> None:
     ranks = ranks_after(8, outer)[:2]
@@ -163,6 +165,7 @@ def test_a_rank_that_joins_starts_from_the_shared_parameters(outer: Outer) -> No
     continue_run(ranks, 8, 14)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stale", [0, 2])
 @pytest.mark.parametrize("missed", [1, 2, 5])
 @pytest.mark.parametrize("left_at", [7, 8])
@@ -204,6 +207,7 @@ def test_rounds_of_the_same_step_that_differ_are_made_equal() -> None:
     continue_run([*ranks, alone], 8, 3)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("outer", OUTERS)
 def test_a_rank_that_has_fetched_the_state_needs_only_what_has_changed_since(outer: Outer) -> None:
     ranks = ranks_after(8, outer)[:2]

@@ -32,6 +32,7 @@ def end_of(run_dir: Path) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("sync", ["dense", "exact", "local"])
 def test_one_rank_ends_the_same_however_it_is_watched(sync: str, data_dir: Path, tmp_path: Path) -> None:
     ends = []

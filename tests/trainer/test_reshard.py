@@ -179,6 +179,7 @@ def lacking(
     return size
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("mode", ["dense", "exact", "fast"])
 @pytest.mark.parametrize(
     ("before", "leaving", "new"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "bench"
@@ -28,6 +29,7 @@ STAGES = {
 }
 
 
+@pytest.mark.processes
 def test_cases_are_measured_in_the_order_asked(tmp_path: Path) -> None:
     """One host, neither before nor after the fleet's cases; and what is done once, by it."""
     tasks = tmp_path / "roles" / "bench" / "tasks"

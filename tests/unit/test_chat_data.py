@@ -94,6 +94,7 @@ def refusal(tmp_path: Path, *options: str) -> str:
     return " ".join(done.stdout.split())
 
 
+@pytest.mark.processes
 def test_train_yml_refuses_a_bad_request_before_a_host_is_contacted(folder: Path) -> None:
     assert "NF009" in refusal(folder, "stage=sft", f"conversations={folder}/chats.jsonl")
     assert "NF008" in refusal(folder, "from_run=first")

@@ -288,6 +288,7 @@ def test_the_plugins_of_the_archive_import_nothing_from_a_checkout(archive: Path
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("playbook", ["setup.yml", "nanofleet.fleet.setup"])
 def test_playbooks_resolve_by_path_and_by_name_with_their_wiring(playbook: str, tmp_path: Path) -> None:
     """Without the variables beside the playbooks the hosts to check are not known."""

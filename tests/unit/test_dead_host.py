@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.processes
 def test_the_check_of_claims_goes_past_a_host_that_is_down(tmp_path: Path) -> None:
     """Play-wide any_errors_fatal would end the play on all hosts, ignore_unreachable or not."""
     playbook = tmp_path / "play.yml"

@@ -85,6 +85,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.processes
 class TestThroughAnsibleRunner:
     def test_follows_a_run_to_its_end(self, fake: Path) -> None:
         screen = progress.Screen(Console(file=io.StringIO(), width=100))

@@ -43,15 +43,6 @@ def test_root_playbooks_hold_one_import(playbook: Path) -> None:
     assert plays[0]["ansible.builtin.import_playbook"] == f"playbooks/{playbook.name}"
 
 
-@pytest.mark.parametrize("playbook", [p for p in ROOT_PLAYBOOKS if p.name != "lab.yml"], ids=lambda p: p.name)
-def test_playbooks_pass_the_syntax_check(playbook: Path) -> None:
-    done = subprocess.run(
-        ["ansible-playbook", "--syntax-check", "-i", "inventory/sample/hosts.yml", playbook.name],
-        cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("role", ROLES, ids=lambda p: p.name)
 def test_defaults_and_argument_specs_hold_the_same_keys(role: Path) -> None:
     defaults = load(role / "defaults" / "main.yml") or {}

@@ -201,6 +201,7 @@ def render(template: str, tmp_path: Path, **values: object) -> str:
 # What a person reads who asked for something that cannot be
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("knob", "sentence"),
     [
@@ -226,6 +227,7 @@ def test_a_bad_knob_gets_a_sentence(knob, sentence):
 SHELL = ("sh", "echo", "mkdir", "chmod", "rm", "sleep", "python3")
 
 
+@pytest.mark.processes
 def test_without_podman_a_lab_shows_what_to_type(tmp_path):
     done = playbook("-e", "lab_name=nopodman", path=tools(tmp_path, *SHELL, "uname", "id"))
     assert done.returncode != 0

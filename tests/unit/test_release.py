@@ -37,6 +37,7 @@ def printed(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(done.stdout.split())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("playbook", ["setup.yml", "train.yml", "reset.yml"])
 def test_a_host_of_fleet_that_is_in_neither_group_is_refused_before_any_is_touched(
     playbook: str, tmp_path: Path
@@ -59,6 +60,7 @@ def test_a_worker_that_is_not_in_fleet_is_refused(tmp_path: Path) -> None:
     assert "The group fleet, on which every playbook runs, does not contain laptop." in printed(done)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("where", ["workers", "released"])
 def test_reset_yml_with_a_limit_runs_on_that_host_alone(where: str, tmp_path: Path) -> None:
     groups = {"coordinator": ["tower"], "workers": ["laptop"], "released": []}
