@@ -65,8 +65,8 @@ EXAMPLES = {
     "_link_check_and_settings": "find the cause: cat /sys/class/net/<interface>/speed (on <host>; for WiFi: "
     "iw dev <interface> link); or start a new run that needs less of the network: ansible-playbook train.yml "
     "-e sync=local (docs/how-to/slow-link.md)",
-    "needs": " Predicted at depth <depth> and <tokens> tokens a step: a step takes <seconds> s with "
-    "sync=exact (transfers: <seconds> s).",
+    "needs": " A step of depth <depth> and <tokens> tokens is predicted to take <seconds> s with sync=exact "
+    "(transfers: <seconds> s).",
     "run_remove_save_first": "ansible-playbook stop.yml -e run_id=<run> (saves and stops it), then repeat "
     "the command. Or, to lose what is not saved:",
     "_imported": "copy the folder to where the unit can read it: sudo mkdir -p /var/lib/nanofleet/imported "

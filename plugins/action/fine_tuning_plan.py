@@ -25,7 +25,7 @@ class ActionModule(ControllerAction):
             problem = (
                 f"The checkpoints of the base run on this host, the coordinator, cannot be read: {reason}."
             )
-            fix = "correct the cause that the message names, then repeat the command"
+            fix = "correct the cause that follows 'cannot be read', then repeat the command"
             findings = [finding("NF436", host, problem, fix)]
             return reported(findings) if boolean(asked["refuse"]) else {}
         try:

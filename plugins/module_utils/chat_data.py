@@ -108,8 +108,8 @@ def file_findings(sources: Sequence[Source], tokenizer: Path) -> Iterator[Findin
             yield finding("NF613", "conversations", problem, fix)
     if not (tokenizer / TOKENIZER).is_file():
         problem = (
-            f"The folder {tokenizer} has no {TOKENIZER}. The conversations need the tokenizer of the base "
-            "run."
+            f"The folder {tokenizer} has no {TOKENIZER}. Fine-tuning needs the tokenizer of the base run, "
+            "with whose checkpoint it starts."
         )
         fix = (
             "repeat the command with -e data_dir=FOLDER, the folder on the controller with the data of the "

@@ -84,8 +84,8 @@ def network_needs(predicted: Mapping[str, Any]) -> str:
     for mode in modes:
         network, step = (_seconds(predicted["modes"][mode][name]) for name in ("network_s", "step_s"))
         words.append(f"{step} with sync={mode} (transfers: {network})")
-    size = f"depth {predicted['depth']} and {predicted['total_batch_size']:,} tokens a step"
-    return f" Predicted at {size}: a step takes {', '.join(words)}."
+    size = f"depth {predicted['depth']} and {predicted['total_batch_size']:,} tokens"
+    return f" A step of {size} is predicted to take {', '.join(words)}."
 
 
 def _seconds(value: float) -> str:

@@ -169,13 +169,13 @@ def _resumed(
         base, step = parent.split("/")[:2]
         name = run["run_id"]
         problem = (
-            f"The run {name} has not saved a checkpoint yet, and the checkpoint that it starts from, {step} "
-            f"of the run {base}, does not exist any more."
+            f"The run {name} has no checkpoint of its own yet. It starts from {step} of the run {base}, "
+            f"which {host} does not have any more."
         )
         fix = (
             f"start a new run from the newest checkpoint of {base}: repeat the command with -e run_id=NAME "
-            f"-e from_run={base}, without -e from_checkpoint. Or, if fetch.yml has copied {step} to "
-            f"runs/{base}/{host} on the controller, send it back to {host}: ansible coordinator -m "
+            f"-e from_run={base}, without -e from_checkpoint. Or, if the controller has the folder "
+            f"runs/{base}/{host}/checkpoints/{step}, copy it back to {host}: ansible coordinator -m "
             f"ansible.builtin.copy -b -a 'src=runs/{base}/{host}/checkpoints/{step} "
             f"dest={found['state_dir']}/runs/{base}/checkpoints/ mode=a+rX', then repeat the command that "
             "failed"

@@ -140,22 +140,20 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> I
     if ports.get("changed") and ports["before"] != KERNELS_RANGE:
         before = ports["before"].replace(" ", "-")
         problem = (
-            "The ranks use ephemeral ports, which the kernel picks from its range "
-            f"(net.ipv4.ip_local_port_range), and the firewall rules open only {span}. So setup.yml has "
-            f"changed the range to {span}. It was {before}, which is not the kernel's default: someone had "
-            "set it. reset.yml restores it."
+            f"setup.yml has changed net.ipv4.ip_local_port_range from {before}, which is not the kernel's "
+            f"default, to {span}: the ranks use ephemeral ports, and the firewall rules open only {span}. "
+            "reset.yml restores it."
         )
         remedy = (
-            f"nothing, if no other program on this host needs ports of {before}. Else let nanofleet use a "
-            f"part of {before}: {settings} (LOW and HIGH: the first and the last of about 1,000 ports in "
-            f"{before}), then: ansible-playbook setup.yml"
+            f"do nothing if no other program on this host needs ports of {before}. Otherwise let nanofleet "
+            f"use a part of {before}: {settings} (LOW and HIGH: the first and the last of about 1,000 ports "
+            f"in {before}), then: ansible-playbook setup.yml"
         )
         yield warning("NF211", host, problem, remedy)
     if ports["usable"] < 100:
         problem = (
-            f"A run can use only {ports['usable']} ports of the range {span} on this host, and it needs "
-            "about 100. The kernel reserves the others (net.ipv4.ip_local_reserved_ports is "
-            f"{ports['reserved']})."
+            f"A run needs about 100 ports, and can use only {ports['usable']} of the range {span} on this "
+            f"host. The others are reserved (net.ipv4.ip_local_reserved_ports is {ports['reserved']})."
         )
         yield warning("NF212", host, problem, other_range)
     for held in ports["listeners"]:

@@ -131,7 +131,8 @@ def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
 def errors_of(states: Mapping[str, State]) -> list[str]:
     """The first error in the log of each host, as lines.
 
-    An error is left out if the outcome of the host has the same text. states: host -> result of run_state.
+    An error is left out if the outcome that the host's rank has written has the same text. states: host ->
+    result of run_state.
     """
     lines: list[str] = []
     for host, state in answered(states).items():

@@ -70,8 +70,8 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
                 "NF302",
                 host,
                 f"This host has {name} {version}, and other hosts have {usual}. All need the same version.",
-                "set the same runtime_torch_index for all hosts with runtime_torch: cuda in the inventory, "
-                f"then: {SETUP}",
+                "in the inventory, give all hosts that have runtime_torch: cuda the same "
+                f"runtime_torch_index, then: {SETUP}",
             )
     trainers = {host: each["project"] for host, each in environments.items() if each.get("project")}
     for host, digest, usual in unlike_most(trainers):

@@ -101,7 +101,7 @@ def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
     given = f"-e {name}={value}"
     if name in role_names():
         problem = f"The playbooks compute the variable {name} themselves, so -e must not set it."
-        fix = f"repeat the command without -e {name}; {SETTINGS_FILE} lists the settings of -e"
+        fix = f"repeat the command without -e {name}; {SETTINGS_FILE} lists the settings that -e can set"
         return finding("NF001", given, problem, fix)
     if name == "_raw_params":
         word = str(value).split()[0]

@@ -73,6 +73,13 @@ def test_the_run_continues_whatever_happens_to_its_coordinator(lab: Lab) -> None
         lab.podman("start", lab.host(host))
     run.trains(HOSTS)
     assert len({run.term(host) for host in range(1, HOSTS + 1)}) == 1
+    newest = max(step for _, step in lab.steps)
+    lab.wait(lambda: max(step for _, step, _ in tracked_by(lab)) >= newest, "the tracker has caught up")
+
+
+def tracked_by(lab: Lab) -> list[tuple[str, int, float]]:
+    """(MLflow run, step, loss) of all steps that the server has."""
+    return json.loads(lab.inside(TRACKER_HOST, f"python3 -c {shlex.quote(TRACKED)}"))
 
 
 def test_there_is_one_history(lab: Lab, dataset: Path, tmp_path: Path) -> None:
@@ -94,7 +101,7 @@ def test_there_is_one_history(lab: Lab, dataset: Path, tmp_path: Path) -> None:
 def test_the_tracker_has_all_steps_although_its_host_was_off(lab: Lab) -> None:
     metrics = lab.inside(TRACKER_HOST, f"cat {RUN_DIR}/metrics.jsonl").splitlines()
     losses = {line["step"]: line["loss"] for line in map(json.loads, metrics) if "loss" in line}
-    tracked = json.loads(lab.inside(TRACKER_HOST, f"python3 -c {shlex.quote(TRACKED)}"))
+    tracked = tracked_by(lab)
     assert len({run for run, _, _ in tracked}) == 1, "one run on the server for all coordinators"
     assert {step for _, step, _ in tracked} == set(losses)
     for _, step, loss in tracked:

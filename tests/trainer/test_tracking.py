@@ -236,7 +236,10 @@ def test_a_server_that_lost_the_run_gets_all_of_it_again(
     assert server.run["params"]["depth"] == "2"
 
 
-def test_a_resumed_run_sends_no_step_twice(server: StandIn, begin: Callable[..., Tracker]) -> None:
+def test_a_resumed_run_sends_no_step_twice(
+    server: StandIn, begin: Callable[..., Tracker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker, "HURRY_SECONDS", 10.0)  # other tests may use the processors
     first = begin(server.uri)
     steps(first, 1, 20)
     until(lambda: server.runs and len(server.history("train/step_loss")) == 20, "the first steps arrive")

@@ -63,7 +63,7 @@ def test_another_source_address_and_a_long_round_trip_are_warnings() -> None:
 
 
 NEEDS = (
-    "Predicted at depth 8 and 4,096 tokens a step: a step takes 50.1 s with sync=dense (transfers: 42.4 s), "
+    "A step of depth 8 and 4,096 tokens is predicted to take 50.1 s with sync=dense (transfers: 42.4 s), "
     "20.3 s with sync=exact (transfers: 14.9 s), 8.0 s with sync=local (transfers: 0.2 s)."
 )
 

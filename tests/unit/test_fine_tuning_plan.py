@@ -184,7 +184,7 @@ def test_a_run_of_another_base_or_without_any_checkpoint_is_refused() -> None:
     other = found(checkpoint(10, "second"), run="second", tuned=[run])
     assert "fine-tunes first/step_000040" in refused("NF431", other, GIVEN, "chat")
     begun = {**run, "has_checkpoint": False}
-    assert "does not exist any more" in refused("NF427", found(tuned=[begun]), GIVEN, "chat")
+    assert "does not have any more" in refused("NF427", found(tuned=[begun]), GIVEN, "chat")
 
 
 def test_a_run_of_stage_sft_is_not_resumed_as_one_of_stage_base() -> None:

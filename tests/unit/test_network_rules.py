@@ -225,8 +225,8 @@ def test_problems_of_the_port_range_are_reported() -> None:
     printed = [found["problem"] for found in rules.port_findings("tower", state, LOW, HIGH)]
     words = [
         "The file /etc/sysctl.d/99-c.conf (1024 65535) sets another",
-        "was 40000-50000",
-        "A run can use only 7 ports of the range",
+        "from 40000-50000, which is not the kernel's default",
+        "can use only 7 of the range",
         f"postgres listens on port {LOW + 1}. This port is in the range {DASHED}",
     ]
     assert len(printed) == len(words)

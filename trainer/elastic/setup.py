@@ -55,7 +55,7 @@ class Kept:
     sync: Local
 
     def state(self) -> State:
-        """The shared state in the form of a checkpoint, without sync rounds in flight.
+        """The state that all ranks have in common, in the form of a checkpoint; no unfinished sync round.
 
         Its tensors are those of the model, the optimizer and the sync mode, not copies.
         """

@@ -27,8 +27,9 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, (T, 1, E / 2)
 def rotary_tables(length: int, head_dim: int) -> Rotary:
     """cos and sin of the rotary angles, each (length, 1, head_dim / 2) in float32.
 
-    The tables are computed in float64 and then rounded, so that all CPUs get the same bits. They are on the
-    CPU whatever the default device: torch.arange on `meta` imports torch._dynamo, which takes seconds.
+    The tables are computed in float64 and then rounded, so that all CPUs get the same bits. They are
+    always on the CPU, also if the default device is `meta`: there, torch.arange imports torch._dynamo, which
+    takes seconds.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     positions = torch.arange(length, dtype=torch.float64, device="cpu")

@@ -104,10 +104,10 @@ def candidates_of(topology: Topology) -> list[Candidate]:
 def choose_threads(
     topology: Topology, work: Callable[[], object], candidates: Sequence[Candidate] = ()
 ) -> ThreadChoice:
-    """Time the function `work` on each set of processors, the smallest first, and choose the fastest set.
+    """Time the function `work` on each set of processors, the smallest first, and choose one.
 
-    topology: the processors of this host. candidates: the sets; by default those of `candidates_of`. A
-    smaller set is chosen over a faster one if it is slower by at most the factor TIE.
+    topology: the processors of this host. candidates: the sets; by default those of `candidates_of`.
+    The smallest set whose time is at most TIE times that of the fastest set is chosen.
     """
     measured: list[TimedCandidate] = []
     for candidate in candidates or candidates_of(topology):

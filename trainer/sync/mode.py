@@ -70,10 +70,10 @@ class SyncMode(Protocol):
         return None
 
     def owned_rows(self, name: str, rank: int) -> Tensor | None:
-        """The numbers of the rows of the parameter `name` whose optimizer state only `rank` has.
+        """Indices of those rows of the parameter `name` for which only `rank` has the optimizer state.
 
-        They are int64, (rows,), in the order of the rows in that state. None if the parameter is not sharded
-        by rows.
+        They are int64, (rows,), in the order of the optimizer state. None if the parameter is not sharded by
+        rows.
         """
         return None
 
