@@ -19,7 +19,7 @@ from rich.text import Text
 from fleet import CACHE, ROOT, FleetError, corpus
 from fleet.exchange import ask, make_conversations, served_at
 from fleet.playbooks import Job
-from fleet.progress import Screen, done_line
+from fleet.progress import Screen, done_line, report
 from fleet.stages import run_command, run_playbook
 from fleet.text import number
 from fleet.watch import FAILED, FINISHED, RunFollower, close
@@ -164,6 +164,7 @@ def talk(screen: Screen, demo: Demo, data: Path, run_id: str, password: str | No
     follower = RunFollower(screen, demo.inventory, args, become_password=password)
     before = time.monotonic()
     if follower.follow() != FINISHED:
+        screen.say(report(follower.view))
         return []
     screen.say(done_line("tune", job.seconds + time.monotonic() - before, f"{_CHAT_SETTINGS['steps']} steps"))
     job = Job(

@@ -106,6 +106,6 @@ def ask(url: str, question: str) -> str:
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
             content = json.load(reply)["choices"][0]["message"]["content"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise FleetError(f"The model at {url} did not answer: {error}.") from None
     return " ".join(str(content).split()) or "(nothing)"

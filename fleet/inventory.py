@@ -43,9 +43,7 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
         ["-i", str(Path(inventory).absolute()) if "," not in inventory else inventory] if inventory else []
     )
     command = ["ansible-inventory", *where, *extra, "--list"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise FleetError(
             f"Ansible cannot read the inventory {inventory or 'inventory/lab'}:\n{done.stderr.strip()}\n"

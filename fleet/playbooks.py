@@ -54,22 +54,19 @@ class Stage:
 
     name: name of the stage. play, task: names of the current play and task.
     pid: process id of ansible-playbook; 0 before it is known.
-    tasks_done: number of tasks started so far. changed: number of task results that have changed a host.
+    changed: number of task results that have changed a host.
     notes: the messages of debug tasks. failures: tasks that have failed.
     retries: {host: "ATTEMPT/RETRIES"} for the hosts on which the current task is retried.
-    ended: whether the playbook has ended.
     """
 
     name: str
     play: str = ""
     task: str = ""
     pid: int = 0
-    tasks_done: int = 0
     changed: int = 0
     notes: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     retries: dict[str, str] = field(default_factory=dict)
-    ended: bool = False
     _waiting: set[str] = field(default_factory=set)
 
     def fold(self, event: Event) -> None:
@@ -82,7 +79,7 @@ class Stage:
             self.play = data.get("name") or data.get("play") or ""
         elif kind in ("playbook_on_task_start", "playbook_on_handler_task_start"):
             task = data.get("name") or data.get("task") or ""
-            self.task, self.tasks_done = task.removeprefix("nanofleet.fleet."), self.tasks_done + 1
+            self.task = task.removeprefix("nanofleet.fleet.")
             self._waiting, self.retries = set(), {}
         elif kind == "runner_on_start":
             self._waiting.add(host)
@@ -106,7 +103,6 @@ class Stage:
             self._finish(host)
             self.failures.append(Failure(host, data.get("task", ""), message(data.get("res")), True))
         elif kind == "playbook_on_stats":
-            self.ended = True
             lost = set(data.get("failures") or {}) | set(data.get("dark") or {})
             # A task that failed and was rescued is no failure of the playbook.
             kept = [failure for failure in self.failures if failure.host in lost]
@@ -227,6 +223,7 @@ class Job:
 
     def _events(self) -> Generator[Event | None]:
         """Run the job and yield its events; None if none has arrived for 0.1 s."""
+        self.log.unlink(missing_ok=True)
         events: queue.Queue[Event] = queue.Queue()
         kill = threading.Event()
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_status as status
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_summary
 from ansible_collections.nanofleet.fleet.plugins.module_utils import typed_commands as commands
 
 from fleet.text import Point, number
@@ -153,30 +154,37 @@ class RunView:
         own = own or [RunStatusRecord(host=host, rank=rank)]
         self.ranks = [known for known in self.ranks if known.host != host] + own
         self.ranks.sort(key=lambda known: (known.rank is None, known.rank or 0, known.host))
-        if own[0].rank == 0:
+        if own[0].rank == 0 and host == run_summary.coordinator(self.states):
             self.coordinator = host
             self.run_dir = state.get("run_dir") or self.run_dir
             published = own[0].heartbeat() if own[0].phase else {}
             current = {**published, "checkpoint": state.get("checkpoint")}
             for entry in (state.get("evaluation"), state.get("metrics"), current, state.get("outcome")):
-                self._add_figures(entry or {})
+                self._add_loss(entry or {})
+                known = {name: value for name, value in (entry or {}).items() if value is not None}
+                self.figures.update(known)
 
     def history(self, lines: Iterable[str]) -> None:
-        """Add the losses in `lines`, the lines of metrics.jsonl, each of which is a JSON object."""
-        latest = dict(self.figures)
+        """Add the losses in `lines`, and figures that are not known yet.
+
+        lines: the lines of metrics.jsonl, each of which is a JSON object. Another thread than that of `fold`
+        may call this method.
+        """
+        found: dict[str, Any] = {}
         for line in lines:
             try:
                 entry = json.loads(line)
             except json.JSONDecodeError:
                 continue  # a line that is still being written
             if isinstance(entry, dict):
-                self._add_figures(entry)
-        self.figures.update(latest)
+                self._add_loss(entry)
+                found.update({name: value for name, value in entry.items() if value is not None})
+        for name, value in found.items():
+            self.figures.setdefault(name, value)
 
-    def _add_figures(self, entry: dict[str, Any]) -> None:
+    def _add_loss(self, entry: dict[str, Any]) -> None:
         if entry.get("step") is not None and entry.get("loss") is not None:
             self.losses[int(entry["step"])] = float(entry["loss"])
-        self.figures.update({name: value for name, value in entry.items() if value is not None})
 
     def _decisive_outcome(self) -> tuple[str, dict[str, Any]]:
         """(host, outcome) of the coordinator if it has an outcome, else of the first host that has one."""

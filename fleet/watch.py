@@ -142,7 +142,7 @@ class RunFollower:
                 module="ansible.builtin.fetch",
                 module_args=arguments,
                 pattern=self.view.coordinator,
-                args=["--become"],
+                args=["--become", *self.args],
             )
             if job.follow(lambda: None) and copy.exists():
                 self.view.history(copy.read_text(encoding="utf-8", errors="replace").splitlines())

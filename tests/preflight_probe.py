@@ -64,7 +64,7 @@ def reported(text: str = GOOD, root: str = ROOT_OK, **options: Any) -> list[dict
     }
     hostvars = {"laptop": variables}
     facts = hosts.facts_of(["laptop"], hostvars)
-    asked = {"asked": "config" in options, "config": options.get("config"), "nproc_per_node": 1, **options}
+    asked = {"asked": "config" in options, "config": options.get("config"), **options}
     found = [
         *hosts.host_findings(["laptop"], hostvars, {**LIMITS, **options}),
         *run.run_findings(facts, asked),

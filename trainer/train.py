@@ -378,9 +378,10 @@ class Trainer:
 
     @contextmanager
     def _long_phase(self, phase: str) -> Iterator[None]:
-        """Context in which this rank is in `phase` and collectives have the time-out UNMEASURED_TIMEOUT."""
+        """Context in which this rank is in `phase`; collectives wait for twice the time of an evaluation."""
         self.run_status.enter(phase)
-        self.group.set_timeout(UNMEASURED_TIMEOUT)
+        evaluation = self.watchdog.evaluation_steps * max(self.reporter.durations, default=0.0)
+        self.group.set_timeout(max(self.timeout, timedelta(seconds=2 * evaluation)))
         yield
         self.group.set_timeout(self.timeout)
 
@@ -469,10 +470,11 @@ class Trainer:
 
     def _stopped(self) -> Stopped:
         state = self.reporter.train_state
-        return Stopped(
-            f"Stopped on request after {state.step} of {self.plan.num_iterations} steps; the checkpoint "
-            f"is {state.checkpoint or 'on rank 0'}."
-        )
+        saved = f"the checkpoint is {state.checkpoint or 'on rank 0'}"
+        if self.env.is_coordinator and state.checkpoint != f"checkpoints/step_{state.step:06d}":
+            newest = f"the newest checkpoint is {state.checkpoint}" if state.checkpoint else "no other exists"
+            saved = f"a checkpoint of this step could not be saved, and {newest}"
+        return Stopped(f"Stopped on request after {state.step} of {self.plan.num_iterations} steps; {saved}.")
 
     def run(self, tracker_uri: str = "") -> str:
         """Run the attempt; returns a sentence on the result after the last step.

@@ -26,7 +26,7 @@ class ActionModule(ControllerAction):
             hosts,
             manifests[hosts[0]],
             asked["shares"],
-            int(asked["nproc_per_node"]),
+            {host: int(ranks) for host, ranks in asked["ranks"].items()},
         )
         problem = plan["message"] if plan["action"] == "refuse" else ""
         environments = asked.get("environments") or {}

@@ -24,8 +24,7 @@ def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
     """All findings about the requested run on all hosts; [] if no run is requested.
 
     facts_by_host: {host: facts of its probe}, the coordinator first. options: a dict with asked (whether a
-    run is requested), config ({setting: value} of the settings that were given) and nproc_per_node (number of
-    ranks on a host).
+    run is requested) and config ({setting: value} of the settings that were given).
     """
     if not options["asked"]:
         return []
@@ -72,7 +71,8 @@ class Request:
             self.config = RunConfig.resumed(self.stored, options["config"])
         except ValueError:  # settings of another release, about which train.yml decides
             self.config = RunConfig.resumed({}, options["config"])
-        devices, ranks = [facts.get("gpu") for facts in self.reached.values()], int(options["nproc_per_node"])
+        devices = [facts.get("gpu") for facts in self.reached.values()]
+        ranks = {host: int(facts.get("ranks") or 1) for host, facts in facts_by_host.items()}
         self.on_gpu = self.config.device == "cuda" or (self.config.device == "auto" and all(devices))
         vocabularies = [
             str(facts["vocabulary"]) for facts in self.reached.values() if facts.get("vocabulary")
@@ -82,8 +82,8 @@ class Request:
         for host, facts in self.reached.items():
             coordinates, rows = host == next(iter(facts_by_host)), int(facts.get("micro_batch") or 0)
             values = self.config.to_dict() | ({"device_batch_size": rows} if rows else {})
-            world_size = ranks * len(facts_by_host)
-            self.needs[host] = Need(values, vocabulary, ranks, world_size, coordinates, self.on_gpu)
+            world_size = sum(ranks.values())
+            self.needs[host] = Need(values, vocabulary, ranks[host], world_size, coordinates, self.on_gpu)
         self.decided: dict[str, str] = {}
         self.too_small: dict[str, float] = {}
         if self.config.elastic == "auto" and len(facts_by_host) > 1:
@@ -91,7 +91,8 @@ class Request:
 
     def _decide_elastic(self) -> None:
         needs = {}
-        if not self.on_gpu:
+        # An elastic run has as many ranks on each host (trainer/host/rank_env.py).
+        if not self.on_gpu and len({need.ranks for need in self.needs.values()}) == 1:
             needs = {host: need.with_(elastic="true") for host, need in self.needs.items()}
         # A host that is too small even without copies is refused (NF401), and no reason to say more.
         if not all(self.fits(host, need) for host, need in self.needs.items()):

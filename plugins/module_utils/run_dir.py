@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Reads the directory of a run on this host (heartbeats, metrics, outcome, checkpoints); lists all runs.
 
-Read-only, standard library only. Used on the hosts by the module run_state.
+Read-only, standard library only. Used on the hosts by the modules run_state, launch_state and end_run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     signal_text,
     tail,
 )
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import PREFIX
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import unit_of_run
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
     Unit,
     between_attempts,
@@ -156,7 +156,7 @@ def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
             {
                 "run_id": run_id,
                 "time": moment,
-                "active": PREFIX + run_id + ".service" in active,
+                "active": unit_of_run(run_id) in active,
                 "hosts": described.get("hosts"),
                 "config": described.get("config"),
                 **{

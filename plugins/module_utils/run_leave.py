@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import has_failover, is_elastic
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import has_failover
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import (
     State,
     answered,
     coordinator,
+    is_elastic,
     is_over,
     resume_command,
 )

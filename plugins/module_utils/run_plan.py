@@ -16,8 +16,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
     added_hosts,
     checkpoint_step,
     coordinator,
+    is_elastic,
     resume_command,
     run_of_unit,
+    unit_of_run,
 )
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 from ansible_collections.nanofleet.fleet.trainer.code_digest import code_digest
@@ -55,14 +57,14 @@ def plan_run(
     hosts: Sequence[str],
     manifest_sha256: str = "",
     shares: str = "",
-    nproc_per_node: int = 1,
+    ranks_on: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The decision of train.yml about the requested run, as a dict.
 
     given: {setting: value} of the settings that were set. run_id: requested name, "" for the default. states:
     results of run_state of `hosts`, in rank order. manifest_sha256: of the data's manifest. shares: the
     requested batch split: auto, equal or the rows of each rank; "" for that of an earlier attempt.
-    nproc_per_node: number of ranks on a host. Keys of the result:
+    ranks_on: {host: number of ranks there}; None: one on each host. Keys of the result:
     run_id: name of the run. file: content of run.json; None if the run is refused.
     action: start, resume, join (hosts join an elastic run), none or refuse. message: about the action.
     ends: {host: units that cannot continue and are ended first}.
@@ -98,9 +100,10 @@ def plan_run(
             chosen_from, own = [], list(hosts)
         by_rank = before.get("hosts") == own or isinstance(before.get("shares"), str)
         rows = trainer.parse_shares(shares or (before.get("shares") if by_rank else "") or "")
-        ranks = 1 if chosen_from else len(own) * int(nproc_per_node)
+        ranks_on = ranks_on or dict.fromkeys(hosts, 1)
+        ranks = 1 if chosen_from else sum(ranks_on.get(host, 1) for host in own)
         step_rows = config.total_batch_size // config.sequence_len
-        is_active = any(f"nanofleet-{name}.service" in state.get("active_units", []) for state in states)
+        is_active = any(unit_of_run(name) in state.get("active_units", []) for state in states)
         if config.total_batch_size and step_rows < ranks and not is_active:
             raise RunRefusedError(
                 f"total_batch_size {config.total_batch_size} is {step_rows} sequence(s) of "
@@ -120,9 +123,9 @@ def plan_run(
             name, config, tuple(own), code_digest(), manifest_sha256, rows, tuple(chosen_from)
         )
         fleet = dict(zip(hosts, states, strict=True))
-        action, message, ends = _decide(run_file, stored, fleet)
+        action, message, ends = _decide(run_file, stored, fleet, sum(ranks_on.values()))
         file, first = run_file.to_dict(), fleet[coordinator(fleet, run_file.hosts)]
-        joins = _absent(before, fleet, f"nanofleet-{name}.service") if action == "join" else []
+        joins = _absent(before, fleet, unit_of_run(name)) if action == "join" else []
         if joins:  # the run file that its members have
             added = [*added_hosts(states), *(host for host in joins if host not in before["hosts"])]
             file = {**before, **({ADDED: list(dict.fromkeys(added))} if added else {})}
@@ -132,14 +135,6 @@ def plan_run(
     plan = {"run_id": name, "file": file, "action": action, "message": message, "ends": ends}
     failover = has_failover(file)
     return {**plan, "saves": saves, "joins": joins, "elastic": is_elastic(file), "failover": failover}
-
-
-def is_elastic(file: Mapping[str, Any] | None) -> bool:
-    """Whether a run is elastic: it continues without some of its hosts.
-
-    file: content of its run.json; None for no run.
-    """
-    return str(((file or {}).get("config") or {}).get("elastic", "")).lower() == "true"
 
 
 def has_failover(file: Mapping[str, Any] | None) -> bool:
@@ -161,11 +156,14 @@ def _absent(stored: Mapping[str, Any], fleet: Mapping[str, State], unit: str) ->
     return [host for host in dict.fromkeys(hosts) if unit not in fleet[host].get("active_units", [])]
 
 
-def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> tuple[str, str, Ends]:
+def _decide(
+    run_file: Any, stored: State | None, fleet: Mapping[str, State], n_ranks: int
+) -> tuple[str, str, Ends]:
     """(action, message, {host: units to end first}), see `plan_run`. Raises RunRefusedError.
 
     run_file: the RunFile of this attempt. stored: the content of run.json of an earlier attempt, or None.
-    fleet: {host: result of run_state} of every host, including those that sync=auto did not choose.
+    fleet: {host: result of run_state} of every host, including those that sync=auto did not choose. n_ranks:
+    number of ranks on all of them.
     """
     name, before, notes = run_file.run_id, run_file.config, []
     if stored:
@@ -178,7 +176,7 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
                 f"The run {name} exists with another configuration: {'; '.join(differing)}. To resume it, "
                 f"leave {names} out; for a new run choose another name: -e run_id=NAME."
             )
-    unit = f"nanofleet-{name}.service"
+    unit = unit_of_run(name)
     active = [host for host, state in fleet.items() if unit in state.get("active_units", [])]
     ends: Ends = {}
     messages = []
@@ -189,8 +187,8 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
         if before.is_elastic and absent and coordinator(fleet, run_file.hosts) in active:
             ranks = [*(stored or {}).get("hosts", []), *added_hosts(fleet.values())]
             removed = [host for host in ranks if host not in fleet]
-            rows = before.total_batch_size // before.sequence_len or len(fleet)
-            if removed or rows < len(fleet):  # a rank has a row of each step
+            rows = before.total_batch_size // before.sequence_len or n_ranks
+            if removed or rows < n_ranks:  # a rank has a row of each step
                 return "none", _active_message(run_file, before, members, fleet, stored or {}), {}
             where = ", ".join(active)
             if _is_finishing([fleet[host] for host in active], [fleet[host] for host in absent]):
@@ -416,7 +414,7 @@ def busy(state: State, host: str, run_id: str) -> str:
 
     state: the result of run_state on `host`. run_id: the name of the run.
     """
-    unit = f"nanofleet-{run_id}.service"
+    unit = unit_of_run(run_id)
     return other_holder({host: state}, unit, {host: [unit]})
 
 
@@ -464,6 +462,6 @@ def transfer_plan(plan: Mapping[str, Any], transfer: Mapping[str, Any]) -> dict[
         **plan,
         "file": {**plan["file"], "hosts": [host], "chosen_from": hosts},
         "message": f"{transfer['table']}\n{moved}",
-        "ends": {each: [f"nanofleet-{run_id}.service"] for each in hosts},
+        "ends": {each: [unit_of_run(run_id)] for each in hosts},
         "step_seconds": transfer["seconds"],
     }

@@ -101,6 +101,14 @@ def coordinator(states: Mapping[str, State], hosts: Sequence[str] = ()) -> str:
     return max(known)[1] if known else (named or [""])[0]
 
 
+def is_elastic(file: Mapping[str, Any] | None) -> bool:
+    """Whether a run is elastic: it continues without some of its hosts.
+
+    file: content of its run.json; None for no run.
+    """
+    return str(((file or {}).get("config") or {}).get("elastic", "")).lower() == "true"
+
+
 def added_hosts(states: Iterable[State]) -> list[str]:
     """The hosts that were added to an active run, in the order of their ranks.
 
@@ -130,6 +138,11 @@ def run_shown(states: Mapping[str, State], run_id: str = "") -> str:
     runs = [run for state in named for run in state["runs"]]
     newest = max(runs, key=lambda run: run["time"], default={"run_id": ""})
     return run_id or str(active[0] if active else newest["run_id"])
+
+
+def unit_of_run(run_id: str) -> str:
+    """The name of the unit of a run: nanofleet-d4.service for d4."""
+    return f"{PREFIX}{run_id}.service"
 
 
 def run_of_unit(unit: str) -> str:
@@ -165,9 +178,9 @@ def new_hosts(states: Mapping[str, State]) -> dict[str, Any]:
     run_id, on = next(iter(active.items()), ("", []))
     known = {host: {run["run_id"]: run for run in state["runs"]} for host, state in reached.items()}
     config = next((runs[run_id]["config"] for runs in known.values() if run_id in runs), None) or {}
-    is_elastic = len(active) == 1 and str(config.get("elastic", "")).lower() == "true"
+    elastic = len(active) == 1 and is_elastic({"config": config})
     chosen = any((reached[host].get("run_file") or {}).get("chosen_from") for host in on)
-    can_join = is_elastic and not chosen and config.get("stage") != "sft"
+    can_join = elastic and not chosen and config.get("stage") != "sft"
     hosts = [host for host, runs in known.items() if host not in on and run_id not in runs]
     return {"run_id": run_id, "hosts": hosts} if can_join else {"run_id": "", "hosts": []}
 

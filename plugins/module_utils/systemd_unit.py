@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Reads systemd and /proc: the state of a unit, its processes, the listeners on ports.
 
-Read-only, standard library only. Used on the hosts by transient_unit, run_state and ephemeral_ports.
+Read-only, standard library only, for modules on the hosts; the controller uses what parses text.
 """
 
 from __future__ import annotations

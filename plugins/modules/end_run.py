@@ -14,6 +14,7 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_folder import make
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_reading import await_state, read_state
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import unit_of_run
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import own_scope, read_unit
 from ansible_collections.nanofleet.fleet.plugins.module_utils.unit_end import UnitError, stop
@@ -97,7 +98,7 @@ def end(p: Mapping[str, Any], check: bool) -> dict[str, Any]:
         if not (state["ended"] or state["between"]):
             return {"changed": requested, "done": False, "ended": [], "run_id": run_id, "state": state}
     scope = own_scope()
-    unit = read_unit(f"nanofleet-{run_id}", time.time(), scope)
+    unit = read_unit(unit_of_run(run_id), time.time(), scope)
     options = {"state": "absent", "scope": scope, "timeout": 20, "ports": p["ports"], "grace": p["grace"]}
     done = stop(options, unit, check)
     if done["changed"] and not check:

@@ -338,6 +338,9 @@ def test_a_rank_finds_its_own_file_and_no_other(tmp_path: Path) -> None:
     assert load_rank_state(tmp_path, {"step": 15, "own_sha256": ["", "0" * 64]}, 1) is None
     assert load_rank_state(tmp_path, {"step": 4, "own_sha256": ["", hashes[0]]}, 1) is None
     assert load_rank_state(tmp_path, {"step": 15, "own_sha256": [""]}, 1) is None
+    for step in (999_999, 1_000_000):
+        save_rank_state(tmp_path, step, 1, own, optim, keep=0)
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["step_1000000-rank1.pt"]
     with pytest.raises(RuntimeError, match="meta"):
         save_rank_state(tmp_path, 20, 1, {"own/wte": torch.empty(3, device="meta")}, {}, keep=2)
     assert not list((tmp_path / "own").glob("*.tmp"))

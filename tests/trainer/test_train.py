@@ -16,10 +16,12 @@ import pytest
 from conftest import TINY, Rank, Start, flags, free_port, losses, train_here
 
 from trainer.__main__ import main
+from trainer.distributed.process_group import PeerLost
 from trainer.health.run_status import RunStatus
 from trainer.health.status_record import RankEnd, RunStatusRecord
 from trainer.host.rank_env import RankEnv
-from trainer.outcome import Final
+from trainer.outcome import Final, Stopped
+from trainer.train import Trainer
 
 FILES = ("model.safetensors", "optim.pt")
 
@@ -222,3 +224,24 @@ def test_heartbeat_and_message_are_read_as_one_record(tmp_path: Path) -> None:
     received = RunStatusRecord.load(json.loads(json.dumps(sent.message())))
     assert received.message() == sent.message()
     assert (received.ended, received.position, received.loss) == (end, "backward of step 8", None)
+
+
+def test_a_stop_that_cannot_save_names_the_newest_checkpoint(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = Trainer._save
+
+    def save(self: Trainer, last: bool) -> None:
+        if self.stopping:
+            raise PeerLost("Lost rank 1.")
+        sound(self, last)
+        self.checkpoint_writer.wait()
+        (self.run_dir / "stop").touch()
+
+    monkeypatch.setattr(Trainer, "_save", save)
+    with pytest.raises(Stopped) as caught:
+        train_here(data_dir, tmp_path / "run", num_iterations=9, save_every=2)
+    assert str(caught.value) == (
+        "Stopped on request after 3 of 9 steps; a checkpoint of this step could not be saved, and the newest "
+        "checkpoint is checkpoints/step_000002."
+    )

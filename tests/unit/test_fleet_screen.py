@@ -61,6 +61,16 @@ class TestRunView:
         assert "70 s" not in printed
         assert printed.count("retryable at step 9: Lost rank 1 (b).") == 1
 
+    def test_the_newest_report_of_rank_0_is_the_coordinators(self) -> None:
+        """A coordinator that was lost still has its old run status until its host has joined again."""
+        view, old, new = RunView(), state(0, step=12), state(0, step=20)
+        old["heartbeats"][0]["time"], new["heartbeats"][0]["time"] = 900.0, 950.0  # type: ignore[index]
+        for _ in range(2):
+            view.fold("a", old)
+            view.fold("b", new)
+        view.fold("a", old)
+        assert (view.coordinator, view.figures["step"]) == ("b", 20)
+
     def test_before_the_first_heartbeat_the_hosts_are_there(self) -> None:
         view = RunView()
         view.fold("b", state(1, step=None))
@@ -152,7 +162,7 @@ class TestRunView:
         view.fold("a", state(0))
         view.history(['{"step": 1, "loss": 9.0}', '{"step": 10, "val_bpb": 3.5}', '{"step": 2, "lo'])
         assert view.curve == [(1, 9.0), (12, 5.5)]
-        assert (view.first_loss, view.figures["val_bpb"]) == (9.0, 3.5)
+        assert (view.first_loss, view.figures["val_bpb"], view.figures["step"]) == (9.0, 3.5, 12)
 
     def test_no_run(self) -> None:
         view = RunView()

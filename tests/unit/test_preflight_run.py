@@ -1,6 +1,7 @@
 """What preflight says where a host has too little for the run that is asked for."""
 
 import json
+from collections.abc import Mapping
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_run as run
@@ -36,7 +37,7 @@ def test_too_little_free_memory_is_a_warning_that_names_the_biggest_process() ->
 
 def test_memory_counts_every_rank_and_what_the_unit_may_use() -> None:
     assert Need({"depth": 8}, ranks=2).memory_gb > 1.6 * Need({"depth": 8}).memory_gb
-    [(problem, _)] = host(config={"depth": "8"}, nproc_per_node=8)
+    [(problem, _)] = host(put(GOOD, ranks="8"), config={"depth": "8"})
     assert problem.startswith("8 ranks with depth 8 need about ")
     [(problem, _)] = host(put(GOOD, limit="2G"), config={"depth": "8"})
     assert problem.endswith("; the setting fleet_memory allows 2.0 GiB.")
@@ -82,7 +83,7 @@ def test_hosts_that_may_become_the_coordinator_keep_copies_of_the_state() -> Non
     sizes = {"a": "99000000", "b": "4000000", "c": "99000000"}
     common = {"active": "", "disks": {}, "flags": "", "cores": 4}
     facts = {name: {**common, "memory_kb": size} for name, size in sizes.items()}
-    found = run.run_findings(facts, {"asked": True, "config": elastic, "nproc_per_node": 1})
+    found = run.run_findings(facts, {"asked": True, "config": elastic})
     [remedy] = [each["remedy"] for each in found if (each["code"], each["host"]) == ("NF401", "b")]
     assert "-e coordinator_failover=false" in remedy
 
@@ -214,7 +215,7 @@ def test_processors_that_a_host_lacks_are_refused(cpus: str, lacks: str) -> None
 def test_more_threads_than_processors_are_a_warning(
     probe: dict[str, str], config: dict[str, object], ranks: int, problem: str, remedy: str
 ) -> None:
-    found = reported(put(GOOD, **probe), config=config, nproc_per_node=ranks)
+    found = reported(put(GOOD, ranks=str(ranks), **probe), config=config)
     assert severity(found) == (["warning"] if problem else [])
     if problem:
         assert found[0]["problem"].startswith(problem)
@@ -228,11 +229,16 @@ def test_a_processor_without_avx2_is_slow() -> None:
     assert host(put(GOOD, flags="asimd", machine="aarch64"), config={}) == []
 
 
-def settings(sizes: dict[str, str], **config: object) -> tuple[dict[str, str], list[dict[str, str]]]:
+def settings(
+    sizes: dict[str, str], ranks: Mapping[str, str] | None = None, **config: object
+) -> tuple[dict[str, str], list[dict[str, str]]]:
     """(settings that follow from hosts with memory of these sizes in kB, their findings)."""
+    ranks = ranks or {}
     common = {"active": "", "disks": {}, "flags": "", "cores": 4}
-    facts = {name: {**common, "memory_kb": size} for name, size in sizes.items()}
-    options = {"asked": True, "config": {"depth": 8, **config}, "nproc_per_node": 1}
+    facts = {
+        name: {**common, "memory_kb": size, "ranks": ranks.get(name, "1")} for name, size in sizes.items()
+    }
+    options = {"asked": True, "config": {"depth": 8, **config}}
     return run.run_settings(facts, options), run.run_findings(facts, options)
 
 
@@ -242,6 +248,8 @@ def test_a_run_of_several_hosts_is_elastic_where_its_copies_fit() -> None:
     assert settings(large, elastic="false") == ({}, [])
     assert settings({"a": "99000000"}) == ({}, [])
     assert settings(large, device="cuda") == ({"elastic": "false"}, [])
+    assert settings(large, dict.fromkeys(large, "2")) == ({"elastic": "true"}, [])
+    assert settings(large, {"b": "2"}) == ({"elastic": "false"}, []), "its hosts have as many ranks each"
     # Of two hosts only the coordinator keeps whole copies, of three each does.
     small = "6000000"
     assert settings({"a": "99000000", "b": small})[0] == {"elastic": "true"}
@@ -274,7 +282,7 @@ def test_a_run_that_exists_and_is_elastic_is_offered_to_be_so_no_longer() -> Non
     large = {"memory_kb": "99000000", "active": "", "disks": {}, "flags": "", "cores": 4}
     stored = json.dumps({"config": {"depth": 8, "elastic": "true"}})
     facts = {"a": {**large, "memory_kb": "6500000"}, "b": {**large, "run_file": stored}}
-    [found] = run.run_findings(facts, {"asked": True, "config": {}, "nproc_per_node": 1})
+    [found] = run.run_findings(facts, {"asked": True, "config": {}})
     assert found["code"] == "NF401"
     assert "-e elastic=false" in found["remedy"]
 
@@ -283,7 +291,7 @@ def test_a_run_keeps_what_was_decided_at_its_start() -> None:
     large = {"memory_kb": "99000000", "active": "", "disks": {}, "flags": "", "cores": 4}
     stored = json.dumps({"config": {"depth": 8, "elastic": "false"}})
     facts = {"a": {**large, "run_file": stored}, "b": large}
-    options = {"asked": True, "config": {}, "nproc_per_node": 1}
+    options = {"asked": True, "config": {}}
     assert run.run_settings(facts, options) == {}
     again = {**options, "config": {"elastic": "auto"}}
     assert run.run_settings(facts, again) == {"elastic": "true"}
@@ -297,7 +305,7 @@ def joining(small: str, **config: str) -> list[dict[str, str]]:
         "a": {**large, "run_file": stored, "memory_kb": "2000000", "active": ["nanofleet-d8.service"]},
         "b": {**large, "memory_kb": small},
     }
-    return run.run_findings(facts, {"asked": True, "config": {}, "nproc_per_node": 1})
+    return run.run_findings(facts, {"asked": True, "config": {}})
 
 
 def test_a_host_that_is_too_small_to_join_is_refused_and_the_others_are_not_checked_again() -> None:
@@ -312,7 +320,7 @@ def test_a_host_that_is_too_small_to_join_is_refused_and_the_others_are_not_chec
 @pytest.mark.parametrize("run_file", ["null", "{", '{"config": "damaged"}'])
 def test_a_damaged_run_file_is_left_out(run_file: str) -> None:
     large = {"memory_kb": "99000000", "active": [], "disks": {}, "flags": "", "cores": 4}
-    options = {"asked": True, "config": {}, "nproc_per_node": 1}
+    options = {"asked": True, "config": {}}
     assert run.run_findings({"a": {**large, "run_file": run_file}}, options) == []
 
 

@@ -146,6 +146,12 @@ def test_no_more_hosts_join_than_a_step_has_rows() -> None:
     up["heartbeats"] = [beat()]
     made = launch.plan_run({}, "a", [up, up, state()], ["tower", "laptop", "attic"], "digest")
     assert made["action"] == "none"
+    five = {**config, "total_batch_size": 1280}
+    up["run_file"] = {**run_file, "config": five}
+    for ranks, action in ((1, "join"), (2, "none")):
+        ranks_on = dict.fromkeys(("tower", "laptop", "attic"), ranks)
+        made = launch.plan_run({}, "a", [up, up, state()], list(ranks_on), "digest", "", ranks_on)
+        assert made["action"] == action, f"{ranks} rank(s) on each host"
 
 
 def test_the_newest_outcome_of_the_hosts_counts() -> None:
@@ -332,8 +338,8 @@ def test_shares_are_those_asked_for_or_of_the_same_hosts_before() -> None:
         "shares is 3: 1 number(s), but the run has 2 rank(s) on tower, laptop. Repeat the command with a "
         "number for each rank (its rows of a step), or with -e shares=auto."
     )
-    four = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "2,2,1,1", 2)
-    assert four["file"]["shares"] == [2, 2, 1, 1]
+    three = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "2,1,1", {"tower": 1, "laptop": 2})
+    assert three["file"]["shares"] == [2, 1, 1]
     refused = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "0,4")
     assert (refused["action"], refused["message"][:13]) == ("refuse", "shares is 0,4")
 

@@ -85,9 +85,10 @@ def save_rank_state(
     finally:
         temporary.unlink(missing_ok=True)
     files = list(path.parent.glob("step_*-rank*.pt"))
-    kept = sorted({each.name.partition("-")[0] for each in files})[-keep - 1 :]
+    step_of = {each: int(each.name.partition("-")[0].removeprefix("step_")) for each in files}
+    kept = sorted(set(step_of.values()))[-keep - 1 :]
     for old in files:
-        if old.name.partition("-")[0] not in kept:
+        if step_of[old] not in kept:
             old.unlink(missing_ok=True)  # another rank of this host may have removed it
     return file_sha256(path)
 

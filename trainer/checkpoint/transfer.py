@@ -183,14 +183,13 @@ class CheckpointTransfer:
     def _make_room(self, temporary: Path) -> str:
         """Create the directory `temporary`; returns a sentence on a problem, or "".
 
-        If the disk has too little room, all checkpoints except the newest one are deleted.
+        If the disk has too little room, all checkpoints except the newest one and the best one are deleted.
         """
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / "tokenizer").mkdir(parents=True)
             if shutil.disk_usage(self._folder).free < self.size:
-                for old in storage.checkpoints(self._folder)[1:]:
-                    storage.remove(old)
+                storage.prune(self._folder, keep=1)
             free = shutil.disk_usage(self._folder).free
         except OSError as error:
             return f"{self._folder} cannot be written: {error.strerror}"

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed import abandoned
+from trainer.host.memory import is_out_of_memory
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final, Retryable
 
@@ -78,7 +79,7 @@ class Collectives:
     owner_speeds: relative speed of each rank, by which matrices are assigned to owner ranks; empty: equal.
     launch_ranks: by rank, the number that the rank had when it started. In an elastic run a rank keeps this
         number when other ranks are lost or join. n_launch_ranks: an upper bound; each number is lower.
-    bytes_sent: the number of bytes that this rank has sent so far.
+    bytes_sent: the number of bytes that this rank has sent so far, without those of a Channel or Subgroup.
     is_waiting: whether the main thread waits in a collective.
     interruption: function that returns the reason to stop waiting for other ranks, or "" if there is none;
         None: a wait ends only with its collective.
@@ -486,16 +487,14 @@ class Collectives:
         before, self.is_waiting = self.is_waiting, True
         try:
             yield
-        except torch.OutOfMemoryError:  # of a GPU; not caused by a peer
-            raise
         except RuntimeError as error:
             raise self.peer_lost(error) from None
         finally:
             self.is_waiting = before
 
-    def peer_lost(self, error: RuntimeError) -> PeerLost:
-        """The PeerLost for the `error` of a failed collective."""
-        return PeerLost(self._name_peer(str(error)))
+    def peer_lost(self, error: RuntimeError) -> Exception:
+        """The exception for a failed collective: PeerLost, or `error` itself if this host lacks memory."""
+        return error if is_out_of_memory(error) else PeerLost(self._name_peer(str(error)))
 
     def _name_peer(self, message: str) -> str:
         """A sentence on a failed collective; Gloo's error `message` names a lost peer only by its address."""

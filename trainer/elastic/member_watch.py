@@ -190,7 +190,7 @@ class MemberWatch:
             if members:
                 self._suspects |= {(member.number, member.incarnation) for member in members}
                 self.break_off(view, f"{', '.join(map(str, members))} {why}")
-        if has_requests:
+        if has_requests and view is self.view:  # the members may have changed while hosts were queried
             self.wants_change = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
 
     def _slow_joiners(self, coordinator: Coordinator) -> tuple[Collection[Member], str]:

@@ -330,7 +330,7 @@ class ElasticSetup(RunSetup):
         name = f"group/{view.generation}"
         self.joined.wait_to_connect()
         self.group = Collectives(env, peers)  # if it cannot be connected, this is the one to be abandoned
-        self.group.launch_ranks = self._launch_ranks_of(view)
+        self.group.launch_ranks = list(map(self.env.launch_rank_of, view.numbers))
         self.group.n_launch_ranks = max(self.env.world_size, 1 + max(self.group.launch_ranks))
         self.group.connect(self.joined.store, CPU, name, CONNECT_TIMEOUT)
         self.group.interruption = self.joined.interruption
@@ -342,15 +342,7 @@ class ElasticSetup(RunSetup):
         fixed, rows = self.run_file.fixed_shares, self.plan.rows_per_step
         if not fixed:
             return equal_split(rows, len(view.members))
-        launched = [number for number in self._launch_ranks_of(view) if number < self.env.world_size]
+        launched = [r for r in map(self.env.launch_rank_of, view.numbers) if r < self.env.world_size]
         weights = [fixed[rank] for rank in launched]
         added = len(view.members) - len(launched)
         return split_rows([1 / each for each in [*weights, *added * [statistics.median(fixed)]]], rows)
-
-    def _launch_ranks_of(self, view: View) -> list[int]:
-        """The rank that each member had at launch, by rank: an election changes the numbers of the members.
-
-        A rank that was added while the run trains has its number instead, which is at least the world size.
-        """
-        ranks, first = self.env.world_size, self.env.first_host * self.env.local_world_size
-        return [(number + first) % ranks if number < ranks else number for number in view.numbers]

@@ -266,9 +266,13 @@ class ElasticTrainer(Trainer):
             last = [each for each in found if each != NO_FILE]
             source = found.index(max(last))
             lines = tracker.lines_from(min(last)) if tracker and source == self.group.rank else b""
-            lines = self.group.gather_bytes(lines)[source]
+            size = int(self.group.gather_int64(torch.tensor([len(lines)])).max())
+            sent = torch.zeros(size, dtype=torch.uint8)
+            if lines:
+                sent = torch.frombuffer(bytearray(lines), dtype=torch.uint8)
+            self.group.broadcast_owned({source: sent} if size else {})
             if tracker and source != self.group.rank:
-                tracker.take_lines(lines)
+                tracker.take_lines(sent.numpy().tobytes())
         super()._read_first_batch(step)
 
     def _step_report(self, loss_sum: float, seconds: float, step: int) -> StepReport:
@@ -368,7 +372,8 @@ class ElasticTrainer(Trainer):
         before = self.reporter.train_state
         if leaving is None:
             self._stopped_at = time.monotonic()
-        self._patience = PATIENCE_STEPS * max(self.reporter.durations, default=self._patience)
+        if self.reporter.durations:
+            self._patience = PATIENCE_STEPS * max(self.reporter.durations)
         while True:
             self.setup.group.abandon()  # that of the last view, even if it was not connected completely
             self.copies.stop()
@@ -397,6 +402,7 @@ class ElasticTrainer(Trainer):
                 self.membership.break_off(str(error))
             leaving = None
         self.setup.held = reshard.Held()
+        self.run_status.lap()  # the seconds of the change are not those of the next step
         self._report_change(before.step, self._stopped_at)
 
     def _saved_state(self) -> State | None:

@@ -114,8 +114,15 @@ class RankEnv:
     @property
     def launch_rank(self) -> int:
         """The rank of this process at launch. It does not change when another host becomes coordinator."""
+        return self.launch_rank_of(self.rank)
+
+    def launch_rank_of(self, number: int) -> int:
+        """The rank at launch of the member with this number: an election changes the numbers of the members.
+
+        A rank that was added while the run trains has its number instead, which is at least the world size.
+        """
         first = self.first_host * self.local_world_size
-        return self.rank if self.is_added else (self.rank + first) % self.world_size
+        return (number + first) % self.world_size if number < self.world_size else number
 
     @property
     def host_index(self) -> int:
