@@ -45,6 +45,7 @@ def test_each_row_is_that_of_its_owner_on_every_holder(holder: int) -> None:
     assert state.optim["table"]["moment"][:, 0].tolist() == [10, 11, 12, 10, 11]
     assert [state.optim[f"matrix{rank}"]["moment"].item() for rank in range(3)] == [0, 1, 2]
     assert int(state.optim["scale"]["step"]) == int(state.optim["table"]["step"]) == 3
+    assert list(state.optim) == sorted(state.optim), "the holders write the same file"
 
 
 def test_a_state_that_a_thread_assembles_is_assembled_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ class Copy:
         """
         model: dict[str, Tensor] = {}
         optim: dict[str, ParameterState] = {}
-        own_first = sorted(range(len(self.parts)), key=lambda rank: rank != self.rank)  # in the model's order
+        own_first = sorted(range(len(self.parts)), key=lambda rank: rank != self.rank)
         for rank in own_first:
             for path, tensor in tensors_of(self.layout.formats[rank], self.parts[rank]).items():
                 key = key_of(path)
@@ -133,7 +133,7 @@ class Copy:
                 if name not in into:
                     into[name] = tensor.new_empty(sum(map(len, rows)), *tensor.shape[1:])
                 into[name][rows[rank]] = tensor
-        return State(dict(self.meta), model, optim)
+        return State(dict(self.meta), model, dict(sorted(optim.items())))  # in the same order on each holder
 
 
 class Snapshots:
