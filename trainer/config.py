@@ -215,6 +215,11 @@ class RunConfig:
             raise ConfigError(f"{name} is {getattr(self, name)!r}: it {what}.")
 
     @property
+    def auto_modes(self) -> list[str]:
+        """The sync modes among which sync=auto chooses."""
+        return [*EXACT_MODES, *filter(None, self.sync_allow.split(","))]
+
+    @property
     def n_embd(self) -> int:
         """Width D of the model: depth * aspect_ratio, rounded up to a multiple of head_dim."""
         return math.ceil(self.depth * self.aspect_ratio / self.head_dim) * self.head_dim

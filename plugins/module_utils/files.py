@@ -53,7 +53,9 @@ def write_whole(path: str, text: str, mode: int = 0o644, gid: int = -1) -> None:
     written; an existing file is then unchanged.
     """
     folder = os.path.dirname(path)
-    os.makedirs(folder, mode=0o755, exist_ok=True)
+    if not os.path.isdir(folder):
+        os.makedirs(folder, exist_ok=True)
+        os.chmod(folder, 0o755)  # whatever the umask is
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".nanofleet-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -218,16 +218,18 @@ def environment(link: str, venvs: str, python: str) -> dict[str, Any]:
 def firewall(commands: Commands) -> dict[str, Any]:
     """The state of ufw, as {"status", "added"}.
 
-    status: absent, inactive, active or error. added: what `ufw show added` prints; with the status error, the
-    error message. commands: the started commands, with `ufw show added` as "added" and `ufw status` as
-    "status".
+    status: absent, inactive, active or error; inactive also while a timer is about to disable ufw, because
+    nobody has seen that the host can still be reached (see fleet_firewall). added: what `ufw show added`
+    prints; with the status error, the error message. commands: the started commands, with `ufw show added` as
+    "added", `ufw status` as "status", and `systemctl is-active` of the timer as "timer".
     """
     (added_code, added), (status_code, status) = commands.answer("added"), commands.answer("status")
     if added_code is None:
         return {"status": "absent", "added": ""}
     if added_code or status_code:
         return {"status": "error", "added": (added or status).strip()}
-    return {"status": "active" if "Status: active" in status else "inactive", "added": added}
+    stays = "Status: active" in status and commands.answer("timer")[1].strip() != "active"
+    return {"status": "active" if stays else "inactive", "added": added}
 
 
 def tracker(asked: Options, address: str) -> dict[str, Any]:

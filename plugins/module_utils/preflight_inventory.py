@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
@@ -55,13 +55,17 @@ SSH_ERRORS = {
 
 
 def inventory_findings(
-    addresses: Mapping[str, str], coordinators: list[str], workers: list[str], members: list[str]
+    addresses: Mapping[str, str],
+    coordinators: list[str],
+    workers: list[str],
+    members: list[str],
+    as_root: Sequence[str] = (),
 ) -> Iterator[Finding]:
     """Findings about the groups, host names and addresses of an inventory.
 
     An inventory must have one coordinator and list each host once, and each host must have its own address
     that resolves. addresses: {host: address}. coordinators, workers: the hosts of these groups. members: the
-    hosts of the group fleet, which must contain both groups.
+    hosts of the group fleet, which must contain both groups. as_root: hosts with ansible_become: true.
     """
     hosts = [*coordinators, *workers]
     if not hosts:
@@ -76,6 +80,13 @@ def inventory_findings(
             )
             yield finding("NF015", "inventory", problem, f"rename {host} in the inventory")
     yield from _member_findings(hosts, members)
+    for host in as_root:
+        problem = (
+            "ansible_become is true for this host. It overrides the tasks that run as the user who logs in, "
+            "such as those that find out who that is and from where."
+        )
+        fix = "delete ansible_become: true from the inventory; the playbooks become root where they need to"
+        yield finding("NF023", host, problem, fix)
     if len(coordinators) != 1:
         listed = ", ".join(coordinators) or "none"
         problem = f"The group coordinator must hold exactly one host; it holds {listed}."

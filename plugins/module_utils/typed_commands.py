@@ -1,4 +1,4 @@
-"""`TEXT | as_typed`: adds the -i and -K of the running command to the commands in a message.
+"""`TEXT | as_typed`: adds the options of the running command, such as -i, to the commands in a message.
 
 Without the same -i, `ansible-playbook status.yml` in a message would show another fleet. An inventory from
 ansible.cfg or ANSIBLE_INVENTORY needs no -i. lab.yml takes none, because it is about this machine. setup.yml
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,20 @@ def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, fol
         short = str(path.relative_to(folder)) if path.is_relative_to(folder) else source
         words += ["-i", shlex.quote(short)]
     return "".join(f"{word} " for word in [*words, *(["-K"] if asks_password else [])])
+
+
+def logins(cli: Mapping[str, Any]) -> str:
+    """The given options by which Ansible logs in and decrypts, each followed by a space.
+
+    cli: the options of the running command, by Ansible's name. Those from ansible.cfg are left out.
+    """
+    user, key = cli.get("remote_user"), cli.get("private_key_file")
+    words = ["-u", user] if user and user != constants.DEFAULT_REMOTE_USER else []
+    words += ["--private-key", key] if key and key != constants.DEFAULT_PRIVATE_KEY_FILE else []
+    words += ["--ask-vault-pass"] if cli.get("ask_vault_pass") else []
+    for option, name in (("--vault-password-file", "vault_password_files"), ("--vault-id", "vault_ids")):
+        words += [word for value in cli.get(name) or () for word in (option, value)]
+    return "".join(f"{shlex.quote(word)} " for word in words)
 
 
 def settings(extra_vars: Sequence[str], text: str = "") -> str:
@@ -88,7 +102,7 @@ def as_typed(text: Any, data: str = "") -> Any:
         constants.DEFAULT_HOST_LIST,
         bool(cli.get("become_ask_pass")),
         Path(os.environ.get("PWD", os.getcwd())),
-    )
+    ) + logins(cli)
     given = settings(cli.get("extra_vars") or (), str(text))
     if data and "data_dir=" not in given and not (Path(data) / "manifest.json").exists():
         given += "-e data_dir=FOLDER "

@@ -10,6 +10,8 @@ import re
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import ufw_rule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import matching
 
+TIMER = "nanofleet-ufw-rollback"
+"""The unit that disables ufw again, unless a new SSH connection is seen in time (see fleet_firewall)."""
 RULE = re.compile(r"^ufw (?P<words>.+?)(?: comment '(?P<comment>[^']*)')?$")
 
 

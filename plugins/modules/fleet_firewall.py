@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ufw_rules import (
+    TIMER,
     as_rule,
     is_ours,
     mark_of,
@@ -15,7 +17,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.ufw_rules import (
     ssh_rule,
 )
 
-TIMER = "nanofleet-ufw-rollback"
+
+def timer_is_active() -> bool:
+    """Whether the timer that disables ufw again is active."""
+    return not subprocess.run(["systemctl", "--quiet", "is-active", f"{TIMER}.timer"], check=False).returncode
 
 
 def main() -> None:
@@ -60,6 +65,8 @@ def main() -> None:
         add, delete = plan(present, [as_rule(r["source"], r["port"]) for r in params["rules"]], comment)
     turn_on = params["enable"] and not active and not removing
     turn_off = removing and active and enabled_here
+    # An earlier call may have enabled ufw, and not have lived to see whether the host can still be reached.
+    waiting = params["enable"] and active and not removing and timer_is_active()
 
     if not module.check_mode:
         if turn_off:
@@ -86,7 +93,7 @@ def main() -> None:
         status=now,
         rules=after,
         removed=[*(["ufw, which setup.yml enabled, is disabled"] if turn_off else []), *delete],
-        timer=f"{TIMER}.timer" if turn_on else "",
+        timer=f"{TIMER}.timer" if turn_on or waiting else "",
         diff={
             "before": "\n".join([f"ufw {was}", *sorted(before), ""]),
             "after": "\n".join([f"ufw {now}", *after, ""]),

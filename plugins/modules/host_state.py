@@ -10,9 +10,11 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils import host_state, peer_listener, secret_file
 from ansible_collections.nanofleet.fleet.plugins.module_utils.interface_route import owned_by, route_to
 from ansible_collections.nanofleet.fleet.plugins.module_utils.network_reading import read_network
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ufw_rules import TIMER
 
 ADDED = ("ufw", "show", "added")
 STATUS = ("ufw", "status")
+TIMER_STATE = ("systemctl", "is-active", f"{TIMER}.timer")
 
 
 def listen(p: dict[str, Any], address: str) -> dict[str, Any]:
@@ -38,7 +40,8 @@ def read(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     differences = list(host_state.claim_differences(p["claim"], p["host"]))
     if differences:
         return {"differences": differences}
-    commands = host_state.Commands({"added": ADDED, "status": STATUS, "filter": host_state.FILTER_TEST})
+    ufw = {"added": ADDED, "status": STATUS, "timer": TIMER_STATE}
+    commands = host_state.Commands({**ufw, "filter": host_state.FILTER_TEST})
     network = read_network(list(p["network"]["peers"].values()) or [p["network"]["outside"]])
     found = owned_by(network)
     interface = route_to(p["host"], p["network"]["peers"], network, found, p["network"]["override"])

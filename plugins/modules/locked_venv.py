@@ -164,6 +164,7 @@ def listing(versions: dict[str, str]) -> str:
 
 
 def main() -> None:
+    os.umask(0o022)  # the service user reads the environment, whatever umask root has here
     module = AnsibleModule(
         argument_spec={
             "wheelhouse": {"type": "path", "required": True},

@@ -203,6 +203,14 @@ def test_ranks_measure_one_thing(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert main(["bench", "--steps", "0"]) == 2
 
 
+@pytest.mark.parametrize("option", [("--run-dir", "out"), ("--shares", "1,1")])
+def test_a_table_keeps_no_run_directory_and_no_shares(
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--depth", "2", "4", *option]) == 2
+    assert "--run-dir and --shares are for one case" in capsys.readouterr().err
+
+
 def test_a_markdown_table_lines_up() -> None:
     assert markdown_table([["a", "bb"], ["ccc", "d"]]).splitlines() == [
         "| a   | bb |",

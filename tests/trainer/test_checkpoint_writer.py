@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import threading
@@ -229,3 +230,29 @@ def test_a_disk_that_stands_still_is_a_problem_and_no_endless_wait(
     saver.save(state_at(2, model))  # nothing is written into what the disk may still read
     assert saver.saved is None
     stands_still.set()
+
+
+def test_the_last_checkpoint_waits_for_room_that_was_lost_while_it_was_written(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a quota of the user is full, of which the free space of the disk shows nothing."""
+    model, sound, calls, printed = GPT(MODEL), storage.save, [], []
+    model.init_weights()
+    for step in (1, 2):
+        sound(tmp_path / "checkpoints", state_at(step, model), data_dir / "tokenizer", 9)
+
+    def full_at_first(*arguments: object) -> Path:
+        calls.append(sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")))
+        if len(calls) == 1:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        return sound(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(writer.storage, "save", full_at_first)
+    monkeypatch.setattr(writer, "CHECK_SECONDS", 0.1)
+    saver = CheckpointWriter(tmp_path / "checkpoints", data_dir / "tokenizer", 9, printed.append)
+    saver.save(state_at(3, model), last=True)
+    assert saver.wait()
+    assert (saver.problem, saver.shortage) == (None, None)
+    assert calls == [["step_000001", "step_000002"], ["step_000002"]], "older ones are deleted"
+    assert printed[0].startswith("warning: The checkpoint of step 3 was not saved")
+    assert printed[1].startswith("Saved checkpoints/step_000003")

@@ -75,7 +75,7 @@ def test_a_limit_ends_it_and_a_person_begins_anew(tmp_path: Path) -> None:
     for _ in range(4):
         attempt(tmp_path, "retryable", 3)
     assert main(["again", "--run-dir", str(tmp_path), "--limit", "4"]) == 0
-    attempt(tmp_path, "retryable", 3)
+    attempt(tmp_path, "retryable", 0)  # it did not load the checkpoint
     verdict = policy.judge(tmp_path, limit=4)
     assert verdict.reason.startswith("5 attempts in a row did not get past step 3. When the cause")
     assert verdict.reason.endswith(" starts the run again. The last attempt: Lost rank 1 (laptop).")

@@ -76,6 +76,8 @@ def test_over_a_slow_link_the_network_is_most_of_a_dense_step_and_little_of_a_lo
     assert dense["step_s"] == pytest.approx(2 * 3.0 + dense["network_s"] + 1.5 / 2 + 0.1, rel=0.02)
     assert found["baseline"] == {"host": "tower", "step_s": pytest.approx(4 * 3.0 + 1.5 + 0.1)}
     assert (found["sync"], found["depth"], found["total_batch_size"]) == ("dense", 8, 4096)
+    assert predicted(100, replace(CONFIG, sync="auto"))["sync"] == "exact"
+    assert predicted(100, replace(CONFIG, sync="auto", sync_allow="fast"))["sync"] == "fast"
 
 
 def test_settings_are_advised_only_where_they_make_a_step_faster() -> None:

@@ -33,6 +33,12 @@ def _given(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> N
         ({"inventory": ("/repo/my hosts",)}, "-i 'my hosts' "),
         ({"inventory": ("/repo/inventory/home",), "become_ask_pass": True}, "-i inventory/home -K "),
         ({"inventory": ("/repo/inventory/lab",), "become_ask_pass": True}, "-K "),
+        ({"remote_user": "me", "private_key_file": "/my keys/id"}, "-u me --private-key '/my keys/id' "),
+        (
+            {"vault_password_files": ("/v",), "vault_ids": ("a@/w",)},
+            "--vault-password-file /v --vault-id a@/w ",
+        ),
+        ({"ask_vault_pass": True, "vault_ids": ()}, "--ask-vault-pass "),
     ],
     indirect=["_given"],
 )

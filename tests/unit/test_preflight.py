@@ -315,3 +315,5 @@ def test_a_fleet_of_one_or_more_passes() -> None:
     assert not list(preflight.inventory_findings({"a": "10.0.0.1"}, ["a"], [], ["a"]))
     two = {"a": "tower.lan", "b": "10.0.0.2"}
     assert not list(preflight.inventory_findings(two, ["a"], ["b"], ["b", "a"]))
+    [found] = preflight.inventory_findings(two, ["a"], ["b"], ["b", "a"], as_root=["b"])
+    assert (found["code"], found["host"]) == ("NF023", "b")

@@ -160,6 +160,8 @@ def test_commands_run_beside_each_other_and_one_may_be_missing() -> None:
     assert host_state.firewall(host_state.Commands({})) == {"status": "absent", "added": ""}
     outputs = host_state.Commands({"added": ("echo", "ufw allow 22"), "status": ("echo", "Status: active")})
     assert host_state.firewall(outputs) == {"status": "active", "added": "ufw allow 22\n"}
+    waits = {"added": ("echo", "x"), "status": ("echo", "Status: active"), "timer": ("echo", "active")}
+    assert host_state.firewall(host_state.Commands(waits))["status"] == "inactive", "a timer will disable it"
     failed = host_state.Commands({"added": ("echo", "x"), "status": ("false",)})
     assert host_state.firewall(failed)["status"] == "error"
 

@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "Under torchrun or with --run-file, bench measures one case. Give one --depth and one --rows."
         )
+    if args.run_dir or args.shares:
+        raise ConfigError("--run-dir and --shares are for one case. Give one --depth and one --rows.")
     return _measure_each(args)
 
 
@@ -126,7 +128,13 @@ def bench_run_file(args: argparse.Namespace, env: RankEnv) -> RunFile:
     Raises ConfigError if the file cannot be used, or if an option is invalid.
     """
     if args.run_file:
-        return RunFile.load(args.run_file)
+        run_file = RunFile.load(args.run_file)
+        if run_file.config.num_iterations <= WARM_STEPS:
+            raise ConfigError(
+                f"{args.run_file} has num_iterations {run_file.config.num_iterations}, and the first "
+                f"{WARM_STEPS} steps are not measured. It needs more."
+            )
+        return run_file
     shares = parse_shares(args.shares)
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name, None)}
     length = int(given.get("sequence_len", RunConfig().sequence_len))

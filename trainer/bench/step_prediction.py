@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainer.config import EXACT_MODES, NEAR_MODES, SYNC_MODES, RunConfig
+from trainer.config import NEAR_MODES, SYNC_MODES, RunConfig
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import MuonAdamW, build_optimizer
 from trainer.placement.cost_model import BETTER, CostModel, choose_mode
@@ -113,7 +113,7 @@ def predict(
     work = step_work(model, optimizer, config.device_batch_size, lambda rows: min(rows * length, tokens))
     cost_model = CostModel(speeds, link, work, hosts, by_speed=False, outer=Outer.of(config))
     rows = plan.rows_per_step
-    best = choose_mode(cost_model, rows, EXACT_MODES)
+    best = choose_mode(cost_model, rows, config.auto_modes)
     mode = best if config.sync == "auto" else config.sync
     seconds, rank = cost_model.single_host(rows)
     return {
@@ -134,7 +134,7 @@ def predict(
 
 
 def _advice(cost_model: CostModel, rows: int, length: int, mode: str, best: str) -> list[str]:
-    """Settings that make a step faster than in `mode`, as in "sync=exact". best: the fastest exact mode."""
+    """Settings that make a step faster than in `mode`, as in "sync=exact". best: that of sync=auto."""
     advice, fastest = [], mode
     if cost_model.step(best, rows) < (1 - BETTER) * cost_model.step(mode, rows):
         advice, fastest = [f"sync={best}"], best

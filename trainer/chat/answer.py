@@ -1,6 +1,6 @@
 """Converts the tokens of an answer, while they are generated, to text and to the parts of a stored message.
 
-answer = Answer(tokenizer); piece = answer.add(token); answer.parts
+answer = Answer(tokenizer); piece = answer.add([token]); answer.parts
 """
 
 from __future__ import annotations

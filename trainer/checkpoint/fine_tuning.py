@@ -73,7 +73,8 @@ def initial_state(path: Path | None, config: RunConfig, model: GPTConfig, hashes
     if tokenizer is not None and hashes.get("tokenizer", tokenizer) != tokenizer:
         raise DataError(
             f"The conversations were made with another tokenizer than that of {path}. Make them again with: "
-            f"python -m trainer conversations --tokenizer {path / 'tokenizer'}"
+            "python -m trainer conversations --conversations FILE.jsonl --out DIR "
+            f"--tokenizer {path / 'tokenizer'}"
         )
     for tensors in state.optim.values():
         pop_common_state(tensors)  # of the sync mode of the other run

@@ -151,26 +151,33 @@ class CheckpointWriter:
     def _write(self, make: Callable[[], State], pause: float | None, patience: float) -> None:
         began = time.monotonic()
         try:
-            while not self._fits():
+            while not (self._fits() and self._save(make, pause)):
                 if time.monotonic() - began >= patience:
                     self.problem = self.shortage if patience else None
                     return
                 time.sleep(CHECK_SECONDS)
-            began = time.monotonic()
-            self.saved = storage.save(self.folder, make(), self._tokenizer_dir, self._keep)
         except Exception as error:  # in a thread: all ranks must receive any error
-            if is_full(error) and not patience:  # another program has filled it meanwhile
-                self._report_shortage()
-                return
             reason = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
             self.problem = (
                 f"The checkpoint of step {self._step} cannot be written to {self.folder}: {reason}. "
                 "Check that disk (df, dmesg) and train again."
             )
-            return
+
+    def _save(self, make: Callable[[], State], pause: float | None) -> bool:
+        """Write the checkpoint. Returns False if the disk or a quota is full nevertheless."""
+        began = time.monotonic()
+        try:
+            self.saved = storage.save(self.folder, make(), self._tokenizer_dir, self._keep)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            storage.prune(self.folder, keep=1)
+            self._report_shortage()
+            return False
         self.shortage = None
         beside = "" if pause is None else f" in the background, after a pause of {pause:.2f} s"
         self._log(f"Saved {self.folder.name}/{self.saved.name} in {time.monotonic() - began:.1f} s{beside}.")
+        return True
 
     def _fits(self) -> bool:
         """Whether there is room for the checkpoint; deletes older ones if there is not."""

@@ -57,12 +57,12 @@ def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> R
     lines = attempt_history.history(run_dir)
     if line := attempt_history.unrecorded(run_dir):
         lines.append(line)
-    fruitless, last = _fruitless(lines), lines[-1] if lines else {}
+    (fruitless, furthest), last = _fruitless(lines), lines[-1] if lines else {}
     if first_must_step and last.get("requested") and not attempt_history.has_stepped(run_dir):
         return RestartDecision(False, f"The first attempt made no step: {_reason(last)}")
     why = f"The last attempt: {_reason(last)}"
     if fruitless > limit:
-        stuck = f"{fruitless} attempts in a row did not get past step {last.get('step', 0)}."
+        stuck = f"{fruitless} attempts in a row did not get past step {furthest}."
         resume = f"`ansible-playbook train.yml -e run_id={run_dir.name}` starts the run again."
         return RestartDecision(False, f"{stuck} When the cause is corrected, {resume} {why}", fruitless)
     return RestartDecision(True, why, fruitless, wait_after(fruitless))
@@ -108,8 +108,8 @@ def wait_after(fruitless: int) -> float:
     return min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(fruitless - 2, 10))
 
 
-def _fruitless(lines: list[dict[str, Any]]) -> int:
-    """The number of attempts since the run reached its furthest step, including the one that reached it.
+def _fruitless(lines: list[dict[str, Any]]) -> tuple[int, int]:
+    """(number of attempts since the run reached its furthest step, with the one that reached it; that step).
 
     lines: the lines of attempts.jsonl. Attempts before the last one that a person requested do not count.
     """
@@ -120,7 +120,7 @@ def _fruitless(lines: list[dict[str, Any]]) -> int:
         step = int(line.get("step") or 0)
         count = 1 if step > furthest else count + 1
         furthest = max(furthest, step)
-    return count
+    return count, max(furthest, 0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,6 +27,7 @@ from trainer.host.rank_env import RankEnv
 
 PUBLISH_SECONDS = 1.0
 ARRIVAL_SECONDS = 0.2  # until a status of every other rank has arrived
+START_SECONDS = 60.0  # after which a rank that has not published yet may be one that is off
 ANSWER_SECONDS = 10.0
 RECONNECT_SECONDS = 10.0  # between attempts to connect to a store that was lost
 
@@ -91,10 +92,11 @@ class StatusExchange:
             once.join(seconds)
 
     def _work(self) -> None:
-        interval = 0.0
+        interval, began = 0.0, time.monotonic()
         while not self._stopped.wait(interval):
             self._exchange()
-            interval = PUBLISH_SECONDS if len(self.received) == len(self._others) else ARRIVAL_SECONDS
+            is_start = time.monotonic() - began < START_SECONDS and len(self.received) < len(self._others)
+            interval = ARRIVAL_SECONDS if is_start else PUBLISH_SECONDS
 
     def _exchange(self) -> None:
         """Publish this rank's status and read the others once; reconnect after a lost connection."""

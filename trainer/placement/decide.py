@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config import EXACT_MODES, RunConfig, canonical_json
+from trainer.config import RunConfig, canonical_json
 from trainer.data.dataset import Dataset
 from trainer.data.loader import batch_rows, read_sequences
 from trainer.distributed.process_group import Collectives, Peer
@@ -225,7 +225,7 @@ def decide(
     cost_model = CostModel(speeds, slowest, work, names, by_speed, Outer.of(config))
     change = first_split([speed.row for speed in speeds], rows, names) if by_speed else None
     shares = change.shares if change else plan.shares
-    modes = [*EXACT_MODES, *config.sync_allow.split(",")] if config.sync_allow else list(EXACT_MODES)
+    modes = config.auto_modes
     best = choose_mode(cost_model, rows, modes)
     mode = best if config.sync == "auto" else config.sync
     step = cost_model.step(mode, rows, shares)

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     best = choice.best.candidate
     print("\n".join(choice.table()))
     print(
-        f"The fastest is {best.name}. For this host set in the inventory:\n"
+        f"The smallest that is at most 2 % slower than the fastest is {best.name}. For this host set in the "
+        "inventory:\n"
         f"  fleet_cpus: {cpu_list(best.cpus)}\n  fleet_threads: {len(best.cpus)}"
     )
     if proposal := propose_ranks(topology, choice.best, make_work):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -109,7 +110,8 @@ def make_app(scheduler: Scheduler, api_key: str = "") -> FastAPI:
         loop = asyncio.get_running_loop()
 
         def deliver(tokens: Sequence[int], reason: str | None) -> None:
-            loop.call_soon_threadsafe(updates.put_nowait, (tokens, reason))
+            with contextlib.suppress(RuntimeError):  # the server has ended, and its event loop is closed
+                loop.call_soon_threadsafe(updates.put_nowait, (tokens, reason))
 
         try:
             job = scheduler.submit(loaded, prompt, body.sampling(), deliver)

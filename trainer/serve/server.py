@@ -18,6 +18,7 @@ import uvicorn
 from trainer.chat.loaded import load, load_from, newest_in
 from trainer.config import ConfigError
 from trainer.data import DataError
+from trainer.host.memory import is_out_of_memory
 from trainer.serve.app import make_app
 from trainer.serve.scheduler import Scheduler
 
@@ -53,8 +54,11 @@ class CheckpointFollower(threading.Thread):
                 return
             self.seen = newest
             loaded = load(newest, self.dtype)
-        except (ConfigError, DataError, OSError) as error:
-            print(f"{error} Step {self.scheduler.loaded.step} keeps answering.", file=sys.stderr, flush=True)
+        except (ConfigError, DataError, OSError, RuntimeError, MemoryError) as error:
+            reason = str(error)
+            if is_out_of_memory(error):
+                reason = f"This host has too little memory to load {self.seen.name} beside the present model."
+            print(f"{reason} Step {self.scheduler.loaded.step} keeps answering.", file=sys.stderr, flush=True)
             return
         self.scheduler.replace(loaded)
         print(f"Answering with {loaded.name}.", file=sys.stderr, flush=True)
@@ -103,7 +107,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`serve`: answer requests until SIGTERM or Ctrl-C; returns the exit code 0. args: the parsed options.
+    """`serve`: answer requests until SIGTERM, then return the exit code 0. args: the parsed options.
 
     Raises ConfigError or DataError if an option is not valid or the model cannot be loaded.
     """
