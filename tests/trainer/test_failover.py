@@ -110,6 +110,7 @@ def test_the_others_elect_a_coordinator_and_the_former_one_joins_it(
     assert [ranks for _, ranks in run.changes(1)] == [2, 3]
 
 
+@pytest.mark.slow
 def test_coordinators_that_leave_in_order_cost_no_step(failover: Begin, undisturbed: list[float]) -> None:
     run = failover(3, snapshot_seconds=1000)
     run.reach(15)
