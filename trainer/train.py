@@ -378,7 +378,7 @@ class Trainer:
 
     @contextmanager
     def _long_phase(self, phase: str) -> Iterator[None]:
-        """Context in which this rank is in `phase`; collectives wait for twice the time of an evaluation."""
+        """Context in which this rank is in `phase`; collectives wait at least twice an evaluation."""
         self.run_status.enter(phase)
         evaluation = self.watchdog.evaluation_steps * max(self.reporter.durations, default=0.0)
         self.group.set_timeout(max(self.timeout, timedelta(seconds=2 * evaluation)))

@@ -91,7 +91,7 @@ class Request:
 
     def _decide_elastic(self) -> None:
         needs = {}
-        # An elastic run has as many ranks on each host (trainer/host/rank_env.py).
+        # An elastic run needs the same number of ranks on each host (trainer/host/rank_env.py).
         if not self.on_gpu and len({need.ranks for need in self.needs.values()}) == 1:
             needs = {host: need.with_(elastic="true") for host, need in self.needs.items()}
         # A host that is too small even without copies is refused (NF401), and no reason to say more.

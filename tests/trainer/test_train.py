@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from conftest import TINY, Rank, Start, flags, free_port, losses, train_here
 
+from trainer import train
 from trainer.__main__ import main
-from trainer.distributed.process_group import PeerLost
+from trainer.distributed.process_group import Collectives, PeerLost
 from trainer.health.run_status import RunStatus
 from trainer.health.status_record import RankEnd, RunStatusRecord
 from trainer.host.rank_env import RankEnv
@@ -245,3 +247,15 @@ def test_a_stop_that_cannot_save_names_the_newest_checkpoint(
         "Stopped on request after 3 of 9 steps; a checkpoint of this step could not be saved, and the newest "
         "checkpoint is checkpoints/step_000002."
     )
+
+
+def test_collectives_of_an_evaluation_wait_for_its_length(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest host waits in its only collective until the slowest one has evaluated its rows."""
+    set_to: list[timedelta] = []
+    monkeypatch.setattr(Collectives, "set_timeout", lambda _, timeout: set_to.append(timeout))
+    monkeypatch.setattr(train, "UNMEASURED_TIMEOUT", timedelta(0))
+    monkeypatch.setattr(train, "TIMEOUT_STEPS", 0)
+    train_here(data_dir, tmp_path / "run", num_iterations=2)
+    assert max(set_to) > timedelta(0)

@@ -189,7 +189,11 @@ class CheckpointTransfer:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / "tokenizer").mkdir(parents=True)
             if shutil.disk_usage(self._folder).free < self.size:
-                storage.prune(self._folder, keep=1)
+                # Not `prune`: this host may be writing a checkpoint of its own at the moment.
+                best = storage.best(self._folder)
+                for old in storage.checkpoints(self._folder)[1:]:
+                    if old != best:
+                        storage.remove(old)
             free = shutil.disk_usage(self._folder).free
         except OSError as error:
             return f"{self._folder} cannot be written: {error.strerror}"

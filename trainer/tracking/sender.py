@@ -86,7 +86,7 @@ class Sender:
         self._system = NewLines(self.run_dir / files.SYSTEM)
 
     def open(self, running: bool) -> MlflowRun:
-        """The run on the server. If its id is not known yet, it is searched there, and created if missing.
+        """The run on the server. Without a known id, it is searched for there, and created if missing.
 
         running: whether to set its status to RUNNING. Raises RunLostError if the id is known and the server
         no longer has the run.
