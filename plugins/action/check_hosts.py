@@ -13,7 +13,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_use impo
 
 
 class ActionModule(ControllerAction):
-    """The action `check_hosts`. It reads what the role preflight has registered on the hosts."""
+    """The action `check_hosts`: makes findings from what the role preflight has registered on all hosts.
+
+    It fails if a finding is a refusal. Options and result: plugins/modules/check_hosts.yml.
+    """
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         hostvars = variables["hostvars"]

@@ -126,8 +126,9 @@ def _bridges(measured: Measured, host: str) -> list[Finding]:
             program.remedy.format(host=host) or f"give {used} another range of addresses  (on {host})"
         )
         remedy = (
-            f"set fleet_address of {peer} in the inventory to its address on your network; if {address} "
-            f"already is that address, the network of {used} contains it: {range_change}"
+            f"set fleet_address of {peer} in the inventory to its address on your network, then: "
+            f"ansible-playbook setup.yml. If {address} already is that address, the network of {used} "
+            f"contains it: {range_change}"
         )
         found.append(finding("NF535", host, problem, remedy, peer))
     return found

@@ -326,7 +326,7 @@ class Path:
             f"{self.measured[peer]['address']}  (on {host})"
         )
         if path.get("cut"):
-            problem = f"The test of the connection from {host} to {peer} did not end: {path['cut']}."
+            problem = f"The test of the connection from {host} to {peer} broke off: {path['cut']}."
             yield finding("NF530", peer, problem, count, host)
         if not mtu.get("swallowed"):
             return

@@ -265,9 +265,10 @@ def tracker(asked: Options, address: str) -> dict[str, Any]:
 
 
 def stamp_of(path: str) -> str:
-    """The first 1024 bytes of a file as text; "" if it cannot be read or is no regular file.
+    """The first 1024 bytes of a file as text; "" if it cannot be opened, or is a link or no regular file.
 
-    No link is followed, because the folder of the file can belong to another user.
+    Another user, to whom the folder can belong, could have put a link there. Links among the parent folders
+    are followed.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -117,10 +117,10 @@ def _findings(
                 f"interface {wired} is on the same network. A wired interface is usually faster."
             )
             remedy = (
-                f"sudo ip link set {used} down  (on {host}; SSH sessions over {used} end), or until the next "
-                f"boot and only for {name}: sudo ip route add {target} dev {wired}  (on {host}; the same for "
-                "every peer); then: ansible-playbook setup.yml. If SSH reaches the host over "
-                f"{used}, first set ansible_host to its address on {wired}"
+                f"if SSH reaches {host} over {used}, first set ansible_host to its address on {wired}. Then, "
+                f"until the next boot: sudo ip link set {used} down  (on {host}), or only for {name}: "
+                f"sudo ip route add {target} dev {wired}  (on {host}; the same for every peer); then: "
+                "ansible-playbook setup.yml"
             )
             yield warning("NF201", host, problem, remedy)
         elif used != interface:
@@ -141,10 +141,13 @@ def _findings(
             "When the kernel replaces the address, the firewall rules of the other hosts no longer match."
         )
         path = "/etc/sysctl.d/61-addresses.conf"
+        # NetworkManager takes the value of `default` whenever it activates a connection.
         remedy = (
-            f"echo net/ipv6/conf/{interface}/use_tempaddr=0 | sudo tee {path} && sudo sysctl --load={path}  "
-            f"(on {host}), or set fleet_address of every host to an IPv4 address in the inventory; then: "
-            "ansible-playbook setup.yml"
+            "set fleet_address of every host to an IPv4 address in the inventory; or without temporary "
+            "addresses: "
+            f"printf 'net/ipv6/conf/%s/use_tempaddr=0\\n' default {interface} | sudo tee {path} && "
+            f"sudo sysctl --load={path} && sudo ip -6 address flush dev {interface} temporary  (on {host}); "
+            "then: ansible-playbook setup.yml"
         )
         yield warning("NF203", host, problem, remedy)
     for name in seen.get("slow_names", []):

@@ -195,6 +195,7 @@ def is_starting(state: State) -> bool:
 def is_frozen(status: RunStatus, state: State) -> bool:
     """Whether a rank of the present attempt has published nothing for FROZEN_SECONDS.
 
+    False for a rank that is done, whose unit is not running, or whose trainer publishes only at steps.
     status: the run status of the rank (see run_dir.heartbeats). state: the result of run_state on its host.
     """
     # Trainers that publish only at steps do not report when they entered a phase.

@@ -54,9 +54,9 @@ def unreachable(state: State | None) -> bool:
 
 
 def answered(states: Mapping[str, State]) -> dict[str, State]:
-    """The states of the hosts that answered: {host: result of run_state}.
+    """The states of the hosts whose state could be read: {host: result of run_state}.
 
-    states: {host: result of run_state, or of a task that failed}.
+    states: {host: result of the task}. A host that was unreachable, or whose task failed, is left out.
     """
     return {host: state for host, state in states.items() if not unreachable(state)}
 

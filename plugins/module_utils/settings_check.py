@@ -52,9 +52,10 @@ def _of_roles(file: str) -> list[dict[str, Any]]:
 
 
 def declared() -> dict[str, Spec]:
-    """{name: spec} of the settings that belong to no role.
+    """{name: spec} of the settings in declared_settings.yml of the role preflight, which belong to no role.
 
-    A spec has the keys of an option in argument_specs.yml: type, default, choices, ...
+    The fields of RunConfig are not among them. spec: a dict with type, description and, if they apply,
+    default, choices, min, max, pattern, takes and of_fleet (explained at the top of that file).
     """
     specs = dict(_read("roles/preflight/vars/declared_settings.yml")["preflight_declared_settings"])
     return specs | {"preset": {**specs["preset"], "choices": list(PRESETS)}}

@@ -179,7 +179,7 @@ def test_a_temporary_address_is_named() -> None:
     links = [link("eth0", "2001:db8::5", temporary=True)]
     there = seen(("2001:db8::6", "eth0", "2001:db8::5"), links=links)
     (found,) = network.choose("tower", {"laptop": "2001:db8::6"}, there)["findings"]
-    assert "net/ipv6/conf/eth0/use_tempaddr=0" in found["remedy"]
+    assert "use_tempaddr=0\\n' default eth0 | sudo tee" in found["remedy"]
 
 
 def test_a_name_server_that_does_not_answer_is_named() -> None:
