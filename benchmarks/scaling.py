@@ -126,7 +126,7 @@ def case(
     with torch.device("meta"):
         model = GPT(plan.model)
         work = step_work(model, build_optimizer(model, 0.0, 0.0, 0.0, 0.0, 0.0), ROWS, active)
-    cost_model = CostModel([speed] * ranks, LINK, work, [], by_speed=False, outer=Outer())
+    cost_model = CostModel([speed] * ranks, LINK, work, [], [1] * ranks, outer=Outer())
     count = plan.rows_per_step
     seconds = {mode: cost_model.step(mode, count) for mode in MODES}
     found: dict[str, Any] = {

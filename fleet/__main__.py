@@ -17,6 +17,7 @@ if any(find_spec(name) is None for name in ("ansible", "ansible_runner", "rich")
 from fleet import FleetError, demo, inventory
 from fleet.playbooks import CancelledError, Job
 from fleet.progress import Screen
+from fleet.runview import commands
 from fleet.stages import run_playbook
 from fleet.watch import FAILED, RunFollower, close
 
@@ -73,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
         ("watch", "join a run; one that has ended shows its result"),
     ):
         one = commands.add_parser(name, help=text, description=text, epilog=_CODES)
-        one.add_argument("-i", "--inventory", metavar="PATH", help="the hosts (default: inventory/lab)")
+        where = "the hosts (default: ANSIBLE_INVENTORY, else inventory/lab)"
+        one.add_argument("-i", "--inventory", metavar="PATH", help=where)
         one.add_argument(
             "-K", "--ask-become-pass", action="store_true", help="ask for the hosts' sudo password"
         )
@@ -118,19 +120,26 @@ def _start_and_follow(screen: Screen, args: argparse.Namespace) -> int:
 
 
 def _interrupted(args: argparse.Namespace) -> str:
-    where = f" -i {shlex.quote(args.inventory)}" if args.inventory else ""
+    asks = getattr(args, "ask_become_pass", False)
+    options = commands.options([args.inventory] if args.inventory else [], [], asks, Path.cwd())
+    run = shlex.quote(args.run_id)
+    of_run, watched = (f" -e run_id={run}", f"--run-id {run}") if args.run_id else ("", "")
+    stop = f"Stop the run:     ansible-playbook {options}stop.yml{of_run}"
     if args.name == "train" and not args.started:
-        return (
-            "Stopped while starting the run: some hosts may have begun. Each step is safe to repeat.\n"
-            f"Show the status:  ansible-playbook{where} status.yml\n"
-            f"Stop the run:     ansible-playbook{where} stop.yml"
-        )
-    return (
-        f"Left the {'demo' if args.name == 'demo' else 'run'}; a run that has started continues.\n"
-        f"Watch the run:    python -m fleet watch{where}\n"
-        f"Stop the run:     ansible-playbook{where} stop.yml"
-        + (f"\nRemove the lab:   {demo.Demo(lab=args.lab).down}" if args.name == "demo" else "")
-    )
+        lines = [
+            "Stopped while starting the run: some hosts may have begun. Each step is safe to repeat.",
+            f"Show the status:  ansible-playbook {options}status.yml{of_run}",
+            stop,
+        ]
+    else:
+        lines = [
+            f"Left the {'demo' if args.name == 'demo' else 'run'}; a run that has started continues.",
+            f"Watch the run:    python -m fleet watch {options}{watched}".rstrip(),
+            stop,
+        ]
+    if args.name == "demo":
+        lines.append(f"Remove the lab:   {demo.Demo(lab=args.lab).down}")
+    return "\n".join(lines)
 
 
 def _extra(values: list[str]) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from fleet import CACHE, ROOT, FleetError, corpus
 from fleet.exchange import ask, make_conversations, served_at
+from fleet.inventory import usual
 from fleet.playbooks import Job
 from fleet.progress import Screen, done_line, report
 from fleet.stages import run_command, run_playbook
@@ -56,18 +57,25 @@ class Demo:
 
     @property
     def where(self) -> str:
-        """The path of the lab's inventory below ROOT; "" for the lab "lab", whose path is in ansible.cfg."""
-        return "" if self.lab == "lab" else f".lab/{self.lab}/inventory"
+        """The path of the lab's inventory below ROOT; "" if Ansible reads this inventory without -i."""
+        if self.lab != "lab":
+            return f".lab/{self.lab}/inventory"
+        return "" if usual() == [self.inventory] else "inventory/lab"
 
     @property
     def inventory(self) -> str:
         """The path of the lab's inventory."""
-        return str(ROOT / (self.where or "inventory/lab"))
+        return str(ROOT / ("inventory/lab" if self.lab == "lab" else self.where))
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the demo's text and conversations. Demos on other labs have others."""
+        return CACHE / "demo" if self.lab == "lab" else CACHE / "demo" / self.lab
 
     @property
     def down(self) -> str:
         """The command that removes the lab, for a message."""
-        return f"make lab-down LAB={self.lab}" if self.where else "make lab-down"
+        return "make lab-down" if self.lab == "lab" else f"make lab-down LAB={self.lab}"
 
 
 def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
@@ -81,7 +89,7 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
     sources = corpus.own_sources(demo.corpus) if demo.corpus else corpus.machine_sources()
     password = become_password()
     seconds: list[tuple[str, float]] = []
-    data = CACHE / "demo" / "data"
+    data = demo.folder / "data"
 
     good, took = run_command(
         screen, "corpus", "reading text, training a tokenizer", prepare_command(sources, data)

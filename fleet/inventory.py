@@ -1,6 +1,7 @@
 """Finds the coordinator of an inventory with ansible-inventory, and the address of its tracker."""
 
 import json
+import os
 import subprocess
 import urllib.error
 import urllib.request
@@ -28,10 +29,21 @@ class Coordinator:
     tracker_port: int = TRACKER_PORT
 
 
+def usual() -> list[str]:
+    """The inventories that Ansible reads without -i: those of ANSIBLE_INVENTORY, else inventory/lab."""
+    given = os.environ.get("ANSIBLE_INVENTORY", "")
+    return given.split(",") if given else [str(ROOT / "inventory" / "lab")]
+
+
+def _shown(inventory: str | None) -> str:
+    """The inventory for a message, as a person types it."""
+    return inventory or os.environ.get("ANSIBLE_INVENTORY") or "inventory/lab"
+
+
 def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
     """Read an inventory with ansible-inventory; returns its coordinator.
 
-    inventory: path of the inventory; None: the inventory in ansible.cfg. extra: `-e` options, which override
+    inventory: path of the inventory; None: that of `usual`. extra: `-e` options, which override
     variables of the inventory. Raises FleetError if Ansible cannot read the inventory, or if it does not have
     exactly one coordinator.
     """
@@ -46,8 +58,8 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise FleetError(
-            f"Ansible cannot read the inventory {inventory or 'inventory/lab'}:\n{done.stderr.strip()}\n"
-            f"Check it: ansible-inventory -i {inventory or 'inventory/lab'} --list"
+            f"Ansible cannot read the inventory {_shown(inventory)}:\n{done.stderr.strip()}\n"
+            f"Check it: ansible-inventory -i {_shown(inventory)} --list"
         )
     return from_listing(json.loads(done.stdout), inventory)
 
@@ -55,10 +67,10 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
 def from_listing(listing: dict[str, Any], inventory: str | None) -> Coordinator:
     """The coordinator in `listing`, the parsed output of ``ansible-inventory --list``.
 
-    inventory: path of the inventory, for the message; None: the inventory in ansible.cfg. Raises FleetError
-    if the inventory does not have exactly one coordinator.
+    inventory: path of the inventory, for the message; None: that of `usual`. Raises FleetError if the
+    inventory does not have exactly one coordinator.
     """
-    name = inventory or "inventory/lab"
+    name = _shown(inventory)
     coordinators = _members(listing, "coordinator")
     if not coordinators:
         raise FleetError(

@@ -174,7 +174,7 @@ class Job:
     playbook: file name of the playbook; None if the job runs a module.
     module, module_args, pattern: name and arguments of the module, and the hosts on which it runs; None if
         the job runs a playbook.
-    inventory: path of the inventory; None: the inventory in ansible.cfg.
+    inventory: path of the inventory; None: that of inventory.usual.
     args: options of ansible-playbook or ansible, as typed.
     become_password: password for sudo; None if sudo needs no password.
     stage: the progress. rc: the exit status; None before the end. seconds: duration of the job.

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from fleet import ROOT, FleetError, inventory
+from fleet import FleetError, inventory
 from fleet.playbooks import CancelledError, Event, Job, message
 from fleet.progress import Screen, attention_lines, lost_lines, record, report, run_panel, run_plain
 from fleet.runview import RunView, commands, is_report
@@ -41,7 +41,7 @@ class _RestartWatchError(Exception):
 class RunFollower:
     """Follows one run by repeating watch.yml, also after lost connections.
 
-    screen: shows the run. inventory: path of the inventory; None: the inventory in ansible.cfg.
+    screen: shows the run. inventory: path of the inventory; None: that of inventory.usual.
     args: options of ansible-playbook. become_password: password for sudo; None if sudo needs no password.
     view: the state of the run. snapshot: the view as it was at 60 % of the steps; None before.
     trouble: the last line on the screen, about lost hosts; "" for no such line.
@@ -60,9 +60,9 @@ class RunFollower:
     _printed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        usual = str(ROOT / "inventory" / "lab")
-        given, asks = self.inventory or usual, self.become_password is not None
-        self.view.options = commands.options([given], [usual], asks, Path.cwd())
+        usual = inventory.usual()
+        given, asks = [self.inventory] if self.inventory else usual, self.become_password is not None
+        self.view.options = commands.options(given, usual, asks, Path.cwd())
 
     def follow(self) -> int:
         """Follow the run until it has ended on every host; returns the exit code of the command.

@@ -83,4 +83,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m scripts.tutorial_chats FOLDER, such as .../python3.11-doc/html/_sources")
+    main(sys.argv[1])

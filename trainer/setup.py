@@ -195,9 +195,10 @@ class RunSetup:
 
         records: of all ranks, in rank order. Raises Final if the placement differs between ranks.
         """
-        if self.numerics.threads > usable_cores():
+        threads = self.numerics.threads * self.env.local_world_size
+        if threads > usable_cores():
             self.log.info(
-                f"warning: {self.numerics.threads} threads share {usable_cores()} core(s), which is slow. "
+                f"warning: {threads} threads share {usable_cores()} core(s), which is slow. "
                 "Set threads to auto. With the playbooks also remove fleet_threads from the inventory; by "
                 "hand unset OMP_NUM_THREADS."
             )
@@ -321,6 +322,7 @@ class RunSetup:
     def _decide_placement(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
         """Set the placement: from a checkpoint of the same hosts, else measured if shares or sync is auto.
 
+        It is also measured if shares is auto now and was not at the checkpoint.
         meta: content of the checkpoint's meta.json. gpu: as for `_begin`. Raises TransferToHost if the GPU of
         one host is faster than all ranks together and the run can move to that host.
         """
@@ -328,7 +330,7 @@ class RunSetup:
         together, automatic = group.world_size > 1, config.sync == "auto"
         by_speed = self.run_file.by_speed and together
         self.placement = Placement("exact" if automatic else config.sync, tuple(self.plan.shares))
-        if self._same_hosts(meta):
+        if self._same_hosts(meta) and not (by_speed and not decide.owner_speeds(meta)):
             self.placement = decide.restore_placement(self.placement, meta, by_speed, automatic)
         elif by_speed or (automatic and together) or self.run_file.chosen_from or self.predicts:
             measured = decide.measure_all(
@@ -436,7 +438,7 @@ class RunSetup:
         """
         steps = compatibility.planned_steps(meta, self.config, self.plan.num_iterations)
         self.plan = dataclasses.replace(self.plan, num_iterations=steps)
-        if self._same_hosts(meta) and not self.run_file.fixed_shares:
+        if self._same_hosts(meta) and self.run_file.by_speed:
             self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
         now = self.numerics
         if self._same_hosts(meta):

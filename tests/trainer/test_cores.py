@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.host import cores
+from trainer.host import cores, facts
 from trainer.host.cores import cpu_quota, usable_cores
 from trainer.host.facts import host_facts
 from trainer.host.numerics import thread_count
@@ -75,11 +75,15 @@ def test_threads_keep_within_the_quota(
     """Also those that the unit of a run was given, from the cores of the host alone."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    for module in (cores, facts):
+        monkeypatch.setattr(module, "cpu_quota", lambda: quota)
     assert usable_cores() == expected
-    assert host_facts()["cores"] == ("8" if expected == 8 else f"{expected} of 8")
+    shown = min(expected, quota or 8)
+    assert host_facts()["cores"] == ("8" if shown == 8 else f"{shown:g} of 8")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert thread_count(0, 1) == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")  # as launch sets it for two ranks on 8 cores
+    assert thread_count(0, 2) == max(1, expected // 2)
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert thread_count(0, 1) == expected
     assert thread_count(0, 2) == max(1, expected // 2)

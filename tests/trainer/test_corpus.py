@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.data import DataError, spool
-from trainer.data.corpus import ShardPlan, build_shards, read_manifest
+from trainer.data.corpus import ShardPlan, build_shards, collect, read_manifest
 from trainer.data.sources import documents, find_files, shard_texts
 from trainer.data.spool import Spool
 from trainer.data.text import split_text
@@ -97,6 +97,33 @@ def test_an_unreadable_file_is_counted(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setattr("trainer.data.sources._open", refuse)
         with pytest.raises(Exception, match="unreadable"):
             list(documents(files[0], 1000))
+
+
+def test_a_file_that_is_damaged_further_on_is_not_called_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.sources.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("trainer.data.sources.HEAD_BYTES", 1000)
+    write_tree(tmp_path / "source", {"a.txt": b"a good line\n" * 300 + b"\xff" + b"another\n" * 300})
+    files, _ = find_files([tmp_path / "source"])
+    with Spool(tmp_path, 1) as spool:
+        assert collect(files, spool, 0, 1) == {"from a damaged place on": 1}
+
+
+def test_a_hidden_source_that_is_named_is_read(tmp_path: Path) -> None:
+    source = write_tree(tmp_path / "source", {"a.txt": b"a\n", ".notes/b.txt": b"b\n", "c/d.txt": b"d\n"})
+    names = [Path(file.name).name for file in find_files([source, source / ".notes", source / "c"])[0]]
+    assert sorted(names) == ["a.txt", "b.txt", "d.txt"]
+
+
+def test_a_long_manual_page_is_rendered_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.sources.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("trainer.data.sources.find_mandoc", lambda: "mandoc")
+    monkeypatch.setattr("trainer.data.sources.render_manual", lambda mandoc, page: f"{len(page)} letters")
+    page = b".TH X 1\n" + b"some text\n" * 2000
+    write_tree(tmp_path, {"man1/x.1": page})
+    (file,) = find_files([tmp_path])[0]
+    assert list(documents(file, 10**6)) == [f"{len(page)} letters"]
 
 
 def test_every_text_is_in_exactly_one_shard_with_true_figures(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from trainer.checkpoint import storage
 from trainer.checkpoint.storage import State
 from trainer.config import RunConfig
 from trainer.eval import core
+from trainer.eval.results import Results
 
 TASKS = {task["label"]: task for task in GOLDEN["core"]["tasks"]}
 METRIC = GOLDEN["core"]["core_metric"]
@@ -189,6 +190,13 @@ def test_finished_tasks_are_not_evaluated_again(
     assert result_of(tmp_path)["core_metric"] == pytest.approx(METRIC, abs=1e-12)
 
 
+def test_two_commands_at_once_keep_the_parts_of_both(tmp_path: Path) -> None:
+    long, short = (Results(tmp_path, {"step": 1}) for _ in range(2))
+    short.add("bpb", {"val_bpb": 1.0})
+    long.add("sample", "text")
+    assert Results(tmp_path, {"step": 1}).parts == {"bpb": {"val_bpb": 1.0}, "sample": "text"}
+
+
 def test_results_of_another_bundle_or_limit_are_not_mixed(
     checkpoint: Path, bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -220,6 +228,9 @@ def test_results_of_another_bundle_or_limit_are_not_mixed(
         (["--core-url", "http://a/b.zip"], "--core-url needs --core"),
         (["--core", "/nowhere"], "There is no CORE bundle /nowhere. Download a bundle to a new folder"),
         (["--core", "x", "--core-url", "http://a", "--core-sha256", "ab"], "takes 64 hex digits"),
+        (["--core", "x", "--core-sha256", "ab" * 32], "--core-sha256 needs --core-url"),
+        (["--sample", "--eval-tokens", "9"], "--eval-tokens needs --bpb"),
+        (["--sample", "--chat-samples", "2"], "--chat-samples needs --chat-temperature above 0"),
         (
             ["--core", "x", "--core-url", "ftp://a/b.zip"],
             "--core-url is ftp://a/b.zip: it takes a URL that begins with http:// or https://, or nanochat.",

@@ -286,6 +286,8 @@ def test_the_deepest_model_and_the_last_step_are_taken_unless_asked(
     assert find_pair(base, "other").step == 7
     assert find_pair(folder / "d3").step == 5
     assert find_pair(folder / "d12" / "model_000005.pt").step == 5
+    with pytest.raises(ConfigError, match="is of step 5: remove --step 6"):
+        find_pair(folder / "d12" / "model_000005.pt", step=6)
     for asked, printed in (
         ({"model_tag": "d4"}, "no model d4 in .*, only d12, d3, other"),
         ({"step": 6}, "no step 6 in .*d12, only 5, 1000000"),
@@ -343,6 +345,8 @@ def test_a_data_directory_takes_upstreams_tokenizer(
     base: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert take_in(base, "--data-dir", tmp_path / "data") == 0
+    data = tmp_path / "data"
+    assert f"prepare --source FOLDER --out {data} --tokenizer {data}/tokenizer" in capsys.readouterr().out
     assert take_in(base, "--data-dir", tmp_path / "data") == 0
     assert Tokenizer.load(tmp_path / "data" / "tokenizer") == Tokenizer.load(data_dir / "tokenizer")
     other = upstream.train_tokenizer(["some other text of other words " * 9], 270)

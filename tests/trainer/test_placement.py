@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 from conftest import Start, losses, train_here
 
-from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
+from trainer.config import BY_SPEED, ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data.loader import equal_split, proportional_split
 from trainer.distributed.process_group import Collectives, Peer
 from trainer.distributed.step_sync import StepReport, StepSync
@@ -173,6 +174,14 @@ def test_the_faster_mode_is_chosen_among_those_allowed() -> None:
     assert warn_of_baseline(even, 16, 1024, "exact") == ""
 
 
+def test_every_batch_has_the_proportions_of_a_split_that_is_set() -> None:
+    by_speed = predictor(Speed(0.1, 0.1, 0.05), Speed(0.3, 0.3, 0.1))
+    by_hand = replace(by_speed, split=(10, 6), owners_by_speed=False)
+    assert [by_hand.shares(rows) for rows in (16, 32)] == [[10, 6], [20, 12]]
+    assert by_hand.owner_speeds == [1.0, 1.0]
+    assert by_hand.step("dense", 16) > by_speed.step("dense", 16)
+
+
 def test_transfers_that_overlap_slow_computation_down() -> None:
     """At 110 MB/s, computation hides all transfers of a step of exact; a rank's processor moves the bytes."""
     speed = Speed(1.4, 2.0, 0.4)
@@ -233,6 +242,10 @@ def test_rank_0_decides_and_shows_why() -> None:
         measured, PAIR, make_plan(settings, 300, 2), work(), settings, by_speed=False, obstacles={}
     )
     assert equal.shares == (8, 8)
+    by_hand, _ = decide(
+        measured, PAIR, make_plan(settings, 300, 2, (12, 4)), work(), settings, by_speed=False, obstacles={}
+    )
+    assert by_hand == placement, "the split that was set by hand is that of the prediction and of the choice"
     named, _ = decide(
         measured,
         PAIR,
@@ -418,6 +431,21 @@ def test_shares_that_change_on_the_way_keep_the_curve(start: Start, data_dir: Pa
     assert " s a step, measured " in reason
     facts = json.loads((again[0].run_dir / "facts.json").read_text())
     assert facts["tags"]["predicted.sync"] == meta["placement"]["sync"]
+
+
+def test_the_same_hosts_resume_with_the_split_of_now() -> None:
+    """A split of the checkpoint is kept by shares=auto alone."""
+    setup = object.__new__(RunSetup)
+    setup.group = Collectives(RankEnv(world_size=2), [Peer(0, "a", ""), Peer(1, "b", "")])
+    setup.log = setup.numerics = setup.model = setup.optimizer = Mock()  # type: ignore[assignment]
+    meta = {"hosts": ["a", "b"], "shares": [12, 4], "numerics": [{}, {}], "config": config().to_dict()}
+    for shares, expected in ((BY_SPEED, [12, 4]), ((), [8, 8]), ((10, 6), [10, 6])):
+        setup.config = config()
+        setup.run_file = RunFile("r", setup.config, shares=shares)
+        setup.plan = make_plan(setup.config, 300, 2, setup.run_file.fixed_shares)
+        with patch("trainer.setup.restore_numerics", lambda now, saved, threads: now):
+            setup._restore_arithmetic(meta)
+        assert list(setup.plan.shares) == expected
 
 
 def test_a_checkpoint_that_mixes_two_views_is_not_one_of_these_hosts() -> None:

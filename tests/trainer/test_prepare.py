@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from trainer.data import directory, prepare, progress
+from trainer.data import DataError, directory, prepare, progress, sources
+from trainer.data.chat_directory import Source, prepare_conversations
 from trainer.data.corpus import collect
 from trainer.data.sources import find_files
 from trainer.data.spool import Spool
@@ -81,6 +82,43 @@ def test_a_second_run_does_only_what_has_changed(
     (tmp_path / "data" / "tokenizer" / "tokenizer.json").write_text("{}")
     assert prepared(capsys, *arguments, "--seed", 7)["reused"] == "shards"
     assert prepared(capsys, *arguments, "--seed", 7)["reused"] == "all"
+
+
+def test_a_second_run_reads_what_could_not_be_read_before(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source / "man1").mkdir()
+    (source / "man1" / "x.1").write_text(".TH X 1\na page\n")
+    arguments = ("--source", source, "--out", tmp_path / "data")
+    monkeypatch.setattr("trainer.data.sources.find_mandoc", lambda: None)
+    monkeypatch.setattr(directory, "find_mandoc", lambda: None)
+    assert prepared(capsys, *arguments)["skipped"] == {sources.MANUAL: 1}
+    assert prepared(capsys, *arguments)["reused"] == "all"
+    monkeypatch.setattr(directory, "find_mandoc", lambda: "/usr/bin/mandoc")
+    assert prepared(capsys, *arguments)["reused"] == ""
+    monkeypatch.setattr(directory, "find_mandoc", lambda: None)
+    monkeypatch.setattr(directory.os, "access", lambda path, mode: not str(path).endswith("/3.txt"))
+    assert prepared(capsys, *arguments)["reused"] == ""
+    assert prepared(capsys, *arguments)["reused"] == "all"
+
+
+def test_data_of_another_kind_are_not_replaced(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--source", source, "--out", tmp_path / "data")
+    prepared(capsys, *arguments)
+    manifest = tmp_path / "data" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"kind": "conversations"}))
+    before = manifest.read_bytes()
+    assert run(*arguments) == 2
+    assert "has conversations, which the new data would replace" in capsys.readouterr().err
+    assert manifest.read_bytes() == before
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chats.write_text(f"{json.dumps(turns)}\n" * 4)
+    prepared(capsys, "--source", source, "--out", tmp_path / "text")
+    with pytest.raises(DataError, match="has the text of base runs, which the new data"):
+        prepare_conversations([Source(chats)], tmp_path / "text", tmp_path / "text" / "tokenizer")
 
 
 def test_without_a_manifest_the_data_is_made_again_after_a_crash(
@@ -232,6 +270,9 @@ def test_progress_of_compressed_text_never_passes_its_end(
         (["--source", "SOURCE", "--out", "OUT", "--vocab-size", "3"], "--vocab-size 3 is too small"),
         (["--source", "SOURCE", "--out", "OUT", "--max-bytes", "-1"], "--max-bytes -1 is too small"),
         (["--source", "SOURCE", "--out", "SOURCE/0.txt"], "Cannot write to"),
+        (["--shards", "EMPTY", "--val-shard", "0", "--out", "OUT"], "--val-shard are for --base-url"),
+        (["--source", "SOURCE", "--out", "OUT", "--sequence-len", "16"], "are for --rows"),
+        (["--rows", "--data-dir", "OUT", "--sequence-len", "16", "--source", "SOURCE"], "or --rows"),
         (["--rows", "--data-dir", "OUT"], "--sequence-len T"),
         (["--rows", "--data-dir", "OUT", "--sequence-len", "16"], "There is no"),
     ],

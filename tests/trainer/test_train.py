@@ -259,3 +259,16 @@ def test_collectives_of_an_evaluation_wait_for_its_length(
     monkeypatch.setattr(train, "TIMEOUT_STEPS", 0)
     train_here(data_dir, tmp_path / "run", num_iterations=2)
     assert max(set_to) > timedelta(0)
+
+
+def test_collectives_of_eval_wait_for_a_host_that_is_ten_times_slower(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a training step there is no duration from which the time-out follows."""
+    set_to: list[timedelta] = []
+    group = Collectives(RankEnv(), [])
+    monkeypatch.setattr(group, "set_timeout", set_to.append)
+    group.wait_for_slower(59)
+    assert not set_to, "ten minutes are enough"
+    group.wait_for_slower(3600)
+    assert set_to == [timedelta(hours=10)]

@@ -117,7 +117,17 @@ class TestDemo:
         other = demo.Demo(lab="mine")
         assert other.inventory.endswith(".lab/mine/inventory")
         assert other.down == "make lab-down LAB=mine"
+        assert other.folder != demo.Demo().folder
         assert demo.Demo().inventory.endswith("inventory/lab")
+
+    def test_commands_name_the_lab_if_ansible_would_read_another_inventory(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("ANSIBLE_INVENTORY", raising=False)
+        assert demo.Demo().where == ""
+        monkeypatch.setenv("ANSIBLE_INVENTORY", "inventory/home")
+        assert demo.Demo().where == "inventory/lab"
+        assert demo.Demo().inventory == str(ROOT / "inventory/lab")
 
     def test_bad_numbers_get_a_sentence(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stop:

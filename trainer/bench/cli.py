@@ -30,6 +30,7 @@ from trainer.options import add_config_arguments
 
 RESULT = "bench.json"
 STEPS = 5
+LENGTH = RunConfig().sequence_len
 SET_HERE = ("num_iterations", "total_batch_size", "depth", "stage", "parent")
 
 
@@ -81,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--ddp measures several ranks, and this is one. "
             "Fix: torchrun --nproc-per-node 2 -m trainer bench --ddp"
+        )
+    if args.out and not args.out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--out {args.out}: there is no folder {args.out.absolute().parent}. Make it first."
         )
     if len(args.depth) * len(args.rows) == 1:
         return _measure(args, env)
@@ -137,7 +142,7 @@ def bench_run_file(args: argparse.Namespace, env: RankEnv) -> RunFile:
         return run_file
     shares = parse_shares(args.shares)
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name, None)}
-    length = int(given.get("sequence_len", RunConfig().sequence_len))
+    length = RunConfig.from_strings({"sequence_len": given.get("sequence_len", LENGTH)}).sequence_len
     fixed = shares if isinstance(shares, tuple) else ()
     rows = sum(fixed) or args.rows[0] * env.world_size
     given |= {
@@ -151,10 +156,14 @@ def bench_run_file(args: argparse.Namespace, env: RankEnv) -> RunFile:
 
 
 def _measure_each(args: argparse.Namespace) -> int:
-    """Measure each pair of depth and rows in its own process, with the other options unchanged."""
+    """Measure each pair of depth and rows in its own process, with the other options unchanged.
+
+    A pair that fails, for example for lack of memory, is reported and left out; returns its exit code. 0:
+    every pair was measured.
+    """
     from trainer.bench.text import table
 
-    results = []
+    results, code = [], 0
     with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:
         for depth in args.depth:
             for rows in args.rows:
@@ -164,12 +173,17 @@ def _measure_each(args: argparse.Namespace) -> int:
                 command += ["--depth", str(depth), "--rows", str(rows), *_options(args)]
                 done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
                 if done.returncode:
-                    return done.returncode
+                    code = done.returncode
+                    print(
+                        f"depth {depth}, {counted(rows, 'row')}: failed ({code})", file=sys.stderr, flush=True
+                    )
+                    continue
                 results.append(json.loads(out.read_text(encoding="utf-8")))
-    print(json.dumps(results) if args.json else table(results), flush=True)
-    if args.out:
-        write_json(args.out, results)
-    return 0
+    if results:
+        print(json.dumps(results) if args.json else table(results), flush=True)
+        if args.out:
+            write_json(args.out, results)
+    return code
 
 
 def _options(args: argparse.Namespace) -> list[str]:

@@ -27,7 +27,7 @@ from trainer.data import VOCAB_SIZE
 from trainer.distributed.process_group import CPU, Collectives
 from trainer.host.gemm import gemm_rate, gemm_rates
 from trainer.host.gemm_library import choose_library
-from trainer.host.numerics import cpu_format, name_of
+from trainer.host.numerics import cpu_format, limit_threads, name_of
 from trainer.host.rank_env import RankEnv
 from trainer.placement.microbenchmark import Link, Speed, measure_delay, measure_link, slowest_link
 from trainer.run_plan import make_plan
@@ -177,6 +177,7 @@ def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None
     }  # fmt: skip
     try:
         torch.set_flush_denormal(True)
+        limit_threads()
         choose_library()
         rates = gemm_rates([torch.float32, torch.bfloat16])
         found["gemm_gflops"] = gemm_gflops(rates)

@@ -30,6 +30,7 @@ from trainer.formatting import counted
 from trainer.options import number_from_zero
 
 Row = dict[str, Any]
+REPORT = "bench.json"
 COPIED = ("depth", "sequence_len", "tokens", "shares", "sync", "steps", "split")  # from result to row
 LOGGED = (
     "tok_per_s",
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     text = as_markdown(results, rows)
     write_whole(args.out / "bench.md", (text + "\n").encode())
-    write_json(args.out / "bench.json", {"schema": 1, "rows": rows, "cases": results})
+    write_json(args.out / REPORT, {"schema": 1, "rows": rows, "cases": results})
     draw(args.out / "bench.png", rows)
     print(text)
     if args.tracker_uri:
@@ -93,9 +94,17 @@ def load(folder: Path) -> tuple[dict[str, Result], list[str]]:
     Returns ({case: result}, names of the cases whose files have another SCHEMA). A result is the content of
     the file, as BenchTrainer makes it.
     """
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    other = [name for name, result in results.items() if result.get("schema") != SCHEMA]
-    return {name: result for name, result in results.items() if name not in other}, other
+    results, other = {}, []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            result = None
+        if isinstance(result, dict) and result.get("schema") == SCHEMA:
+            results[path.stem] = result
+        elif path.name != REPORT:  # it may be in the same folder
+            other.append(path.stem)
+    return results, other
 
 
 def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
@@ -194,7 +203,7 @@ def _against_baseline(row: Row, result: Result, singles: Sequence[Result]) -> Ro
         return {}
     at_share = [
         _baseline_seconds(singles, rank["rows"] * length, rank["host"])
-        or _interpolated(singles, rank["rows"] * length)
+        or _interpolated(singles, rank["rows"] * length, rank["host"])
         for rank in ranks
     ]
     baseline_rate = tokens / baseline
@@ -226,15 +235,17 @@ def _baseline_seconds(singles: Sequence[Result], tokens: int, host: str) -> floa
     return float((there or fitting)[0]["step_seconds"]) if fitting else None
 
 
-def _interpolated(singles: Sequence[Result], tokens: int) -> float | None:
+def _interpolated(singles: Sequence[Result], tokens: int, host: str) -> float | None:
     """Seconds of a step of `tokens` tokens, on the line through two measurements of one host; else None.
+
+    That is `host` if it was measured, else another one.
 
     The two are those with the fewest and the most tokens.
     """
     if not singles:
         return None
-    host = singles[0]["hosts"]
-    known = sorted((one["tokens"], one["step_seconds"]) for one in singles if one["hosts"] == host)
+    there = [one for one in singles if one["hosts"] == [host]] or singles
+    known = sorted((one["tokens"], one["step_seconds"]) for one in there if one["hosts"] == there[0]["hosts"])
     (low, first), (high, last) = known[0], known[-1]
     if low == high:
         return None
@@ -373,7 +384,7 @@ def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:
         for row in rows:
             found = {f"{row['case']}/{name}": row.get(name) for name in LOGGED}
             mlflow.log_metrics({name: value for name, value in found.items() if value is not None})
-        for name in ("bench.md", "bench.json", "bench.png"):
+        for name in ("bench.md", REPORT, "bench.png"):
             mlflow.log_artifact(str(folder / name))
 
 

@@ -111,7 +111,8 @@ def predict(
     model, optimizer = _build(plan.model, "meta")
     length, tokens = plan.model.sequence_len, plan.model.vocab_size
     work = step_work(model, optimizer, config.device_batch_size, lambda rows: min(rows * length, tokens))
-    cost_model = CostModel(speeds, link, work, hosts, by_speed=False, outer=Outer.of(config))
+    equal, automatic = [1] * len(speeds), config.sync == "auto"
+    cost_model = CostModel(speeds, link, work, hosts, equal, automatic, Outer.of(config))
     rows = plan.rows_per_step
     best = choose_mode(cost_model, rows, config.auto_modes)
     mode = best if config.sync == "auto" else config.sync

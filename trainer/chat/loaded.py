@@ -18,6 +18,7 @@ from trainer.config import ConfigError
 from trainer.data.conversations import special
 from trainer.data.tokenizer import Tokenizer
 from trainer.host.gemm_library import choose_library
+from trainer.host.numerics import limit_threads
 from trainer.stages import BASE, SFT
 
 NOTICE = "This model is not fine-tuned on conversations, so it continues text rather than answers."
@@ -56,6 +57,8 @@ def load_from(args: argparse.Namespace) -> Loaded:
         raise ConfigError(f"--threads is {args.threads}: it must be 0 or more.")
     if args.threads:
         torch.set_num_threads(args.threads)
+    else:
+        limit_threads()
     choose_library()
     return load(args.checkpoint or newest_in(args.run_dir), args.dtype)
 

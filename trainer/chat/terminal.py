@@ -7,6 +7,7 @@ python -m trainer chat --checkpoint runs/mine/checkpoints/step_000100 --prompt "
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from trainer.chat.engine import COLDEST, ContextOverflowError, Sampling, run
 from trainer.chat.loaded import NOTICE, Loaded, load_from
 from trainer.config import ConfigError
 from trainer.data.conversations import Conversation, render_for_completion
+from trainer.host.logger import set_up_streams
 
 HELP = """\
 /clear           forget the conversation
@@ -105,6 +107,7 @@ def run_chat(args: argparse.Namespace) -> int:
 
     Raises ConfigError if an option is invalid or --prompt is too long. Also raises the errors of `load_from`.
     """
+    set_up_streams()
     sampling = Sampling(args.temperature, args.top_k, args.max_tokens, args.seed)
     check_sampling(sampling)
     loaded = load_from(args)
@@ -117,6 +120,8 @@ def run_chat(args: argparse.Namespace) -> int:
         except ContextOverflowError as error:
             raise ConfigError(str(error)) from None
         return 0
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a test may have put something else there
+        sys.stdin.reconfigure(errors="replace")
     print(f"{loaded.name} ({loaded.dtype}). /help lists the commands.", file=sys.stderr)
     while True:
         try:

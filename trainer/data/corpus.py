@@ -23,7 +23,7 @@ from trainer.data.files import file_sha256, read_schema_1, sync_file
 from trainer.data.loader import permutation
 from trainer.data.progress import Progress
 from trainer.data.shards import Entry, shard_name, with_splits
-from trainer.data.sources import SkippedFileError, SourceFile, documents
+from trainer.data.sources import PARTLY, SkippedFileError, SourceFile, documents
 from trainer.data.spool import Spool
 
 MANIFEST = "manifest.json"
@@ -39,13 +39,15 @@ GROUP_BYTES = 8 * 2**20
 
 @dataclass
 class _Reading:
-    """A file that is being read: its remaining documents and `left`.
+    """A file that is being read: its remaining documents, `left` and `has_begun`.
 
-    `left` is the number of its bytes on disk that are not reported as progress yet.
+    `left` is the number of its bytes on disk that are not reported as progress yet. `has_begun` is whether a
+    document of it was taken.
     """
 
     documents: Iterator[str]
     left: int
+    has_begun: bool = False
 
     def part(self, n_bytes: int) -> int:
         """Count `n_bytes` of text as progress; returns the bytes on disk to report for them.
@@ -89,6 +91,7 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
                     if max_bytes and taken + len(data) > max_bytes:
                         return skipped
                     size = spool.add(data)
+                    reader.has_begun = True
                     progress.add(size if by_text else reader.part(size))
                     taken += size
                     turn += size
@@ -98,7 +101,7 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
                 else:
                     progress.add(0 if by_text else reader.left)
             except SkippedFileError as reason:
-                skipped[str(reason)] += 1
+                skipped[PARTLY if reader.has_begun else str(reason)] += 1
                 progress.add(0 if by_text else reader.left)
     return skipped
 

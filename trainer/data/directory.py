@@ -24,9 +24,10 @@ from trainer.data import SEED, SHARD_BYTES, VOCAB_SIZE, DataError
 from trainer.data.corpus import MANIFEST, SHARDS, build_shards, read_manifest, source_digest
 from trainer.data.download import download, download_sums, public_shards
 from trainer.data.files import file_sha256, link_or_copy, locked, sync_folder, write_json
+from trainer.data.manual_pages import find_mandoc
 from trainer.data.progress import Progress
 from trainer.data.shards import SUMS, Entry, adopt, find_shards, read_sums, with_splits
-from trainer.data.sources import find_files, shard_texts
+from trainer.data.sources import MANUAL, find_files, shard_texts
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 TOKENIZER = "tokenizer"
@@ -102,7 +103,9 @@ def prepare_corpus(
         entries, more = build_shards(files, folder, max_bytes, shard_bytes, seed)
         return entries, skipped + more
 
-    digest = source_digest(files, max_bytes, shard_bytes, seed)
+    # A file that could not be read is read again once its permissions have changed.
+    unreadable = [file.name for file in files if not os.access(file.name, os.R_OK)]
+    digest = source_digest(files, max_bytes, shard_bytes, seed, *([unreadable] if unreadable else []))
     with locked(out / ".lock"):
         return make_directory(out, digest, make, vocab_size, tokenizer, clock)
 
@@ -212,8 +215,10 @@ def make_directory(
         shards are kept, an undamaged tokenizer in `out` is kept too, if it equals the existing tokenizer or,
         with None, was made for `vocab_size` tokens.
     clock: records the seconds of each part of the preparation.
-    notes: more entries for the manifest.
+    notes: more entries for the manifest. Raises DataError if `out` has data of another kind: text where
+        conversations are to be written, or the reverse.
     """
+    _check_kind(out, dict(notes or {}).get("kind"))
     for leftover in out.glob(".preparing-*"):
         shutil.rmtree(leftover)
     given = Tokenizer.load(tokenizer_dir) if tokenizer_dir else None
@@ -268,7 +273,21 @@ def _unchanged(out: Path, digest: str) -> dict[str, Any] | None:
     except DataError:
         return None
     whole = all(_is_there(out, entry) for entry in manifest["shards"])
-    return manifest if whole and manifest.get("source_digest") == digest else None
+    readable_now = MANUAL in manifest.get("skipped", {}) and find_mandoc()
+    return manifest if whole and not readable_now and manifest.get("source_digest") == digest else None
+
+
+def _check_kind(out: Path, kind: str | None) -> None:
+    """Raise DataError if `out` has data of another kind. kind: as in the manifest; None: text."""
+    try:
+        existing = read_manifest(out).get("kind")
+    except DataError:
+        return
+    if existing != kind:
+        raise DataError(
+            f"{out} has {existing or 'the text of base runs'}, which the new data would replace. Give "
+            "another folder with --out."
+        )
 
 
 def _is_there(out: Path, entry: Entry) -> bool:

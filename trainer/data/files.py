@@ -151,7 +151,8 @@ def read_schema_1(path: Path, kind: str, out: str, parse: Callable[[dict[str, An
             return parse(content)
     except FileNotFoundError:
         raise DataError(
-            f"There is no {path}. Make it with: python -m trainer prepare --source FOLDER --out {out}"
+            f"There is no {path}. Make it with: python -m trainer prepare --source FOLDER --out {out} (text; "
+            "for conversations: python -m trainer conversations; on the hosts of a fleet, setup.yml does it)"
         ) from None
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None

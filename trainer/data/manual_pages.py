@@ -15,9 +15,14 @@ _FIRST_MACRO = re.compile(r"^\.(TH|Dd)\b", re.MULTILINE)
 _OVERSTRIKE = re.compile(".\b")  # bold and underlined text, as terminals print it
 
 
+def is_manual_path(path: Path) -> bool:
+    """Whether `path` is that of a manual page: a file such as ls.1.gz in a man folder."""
+    return _PATH.search(path.as_posix()) is not None
+
+
 def is_manual(path: Path, text: str) -> bool:
     """Whether a file is a manual page: `path` is in a man folder, and `text` has the macro .TH or .Dd."""
-    return bool(_PATH.search(path.as_posix())) and _FIRST_MACRO.search(text) is not None
+    return is_manual_path(path) and _FIRST_MACRO.search(text) is not None
 
 
 @functools.cache

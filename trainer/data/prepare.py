@@ -142,7 +142,14 @@ def _check(args: argparse.Namespace) -> None:
             raise DataError("--rows needs --data-dir DIR and --sequence-len T.")
         if args.threads < 0:
             raise DataError(f"--threads {args.threads} is too small: give 0 or more.")
+        if args.source or args.shards or args.base_url or args.out:
+            raise DataError(
+                "--rows packs the shards of --data-dir. Remove --source, --shards, --base-url and --out, or "
+                "--rows."
+            )
         return
+    if args.data_dir or args.sequence_len is not None or args.threads:
+        raise DataError("--data-dir, --sequence-len and --threads are for --rows: add it, or remove them.")
     given = [name for name in ("source", "shards", "base_url") if getattr(args, name)]
     if len(given) != 1 or not args.out:
         raise DataError(
@@ -165,6 +172,8 @@ def _check(args: argparse.Namespace) -> None:
             "--max-bytes, --shard-bytes and --seed apply to text; shards are used unchanged. To make new "
             "shards of their text, give their folder with --source."
         )
+    if not args.base_url and (args.count is not None or args.val_shard is not None):
+        raise DataError("--count and --val-shard are for --base-url: remove them. --shards takes all shards.")
     if args.base_url and args.count is None:
         raise DataError("--base-url needs --count N: how many shards to download.")
 

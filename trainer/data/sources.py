@@ -11,7 +11,7 @@ import os
 import stat
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from trainer.data import DataError
-from trainer.data.manual_pages import find_mandoc, is_manual, render_manual
+from trainer.data.manual_pages import find_mandoc, is_manual, is_manual_path, render_manual
 from trainer.data.progress import Progress
 from trainer.data.text import split_text
 
@@ -36,6 +36,7 @@ BINARY = "binary or not UTF-8"
 UNREADABLE = "unreadable"
 EMPTY = "empty"
 MANUAL = "manual page(s), which need mandoc on PATH"
+PARTLY = "from a damaged place on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,7 @@ def find_files(
                 continue
             for folder, subfolders, names in os.walk(root, onerror=lambda _: skipped.update([UNREADABLE])):
                 subfolders[:] = sorted(
-                    name
-                    for name in subfolders
-                    if not name.startswith(".") and name != "__pycache__" and Path(folder, name) != leave_out
+                    name for name in subfolders if not _is_left_out(name) and Path(folder, name) != leave_out
                 )
                 for name in sorted(names):
                     if not name.startswith("."):
@@ -128,7 +127,18 @@ def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
             )
         if root not in roots:
             roots.append(root)
-    return [root for root in roots if not any(parent in roots for parent in root.parents)]
+
+    def is_found_below(root: Path) -> bool:
+        """Whether the walk of another source comes to `root`: no folder on the way is left out."""
+        above = [parent for parent in root.parents if parent in roots]
+        return any(not any(map(_is_left_out, root.relative_to(parent).parts)) for parent in above)
+
+    return [root for root in roots if not is_found_below(root)]
+
+
+def _is_left_out(name: str) -> bool:
+    """Whether the walk of a source ignores a folder of this name."""
+    return name.startswith(".") or name == "__pycache__"
 
 
 def documents(file: SourceFile, limit: int) -> Iterator[str]:
@@ -143,7 +153,10 @@ def documents(file: SourceFile, limit: int) -> Iterator[str]:
                 yield from split_text(text, limit)
         return
     try:
-        for block in _text_blocks(file.path):
+        blocks: Iterable[str] = _text_blocks(file.path)
+        if is_manual_path(file.path):
+            blocks = ["".join(blocks)]  # mandoc needs the whole page
+        for block in blocks:
             yield from split_text(_without_markup(file.path, block), limit)
     except UnicodeDecodeError:
         raise SkippedFileError(BINARY) from None

@@ -32,6 +32,7 @@ FIRST_TIMEOUT = timedelta(seconds=9)
 FIRST_NCCL_TIMEOUT = timedelta(seconds=60)  # to find and join all GPUs
 # Until steps are measured: loading a checkpoint, compiling, the first step of a slow host.
 UNMEASURED_TIMEOUT = timedelta(minutes=10)
+SLOWEST = 10  # so many times as long as this rank, another one may take for the same work
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
@@ -99,6 +100,7 @@ class Collectives:
         self._others: list[Any] = []  # further process groups of its ranks
         self._sockets: set[int] = set()  # of all its process groups: see abandoned.watched_sockets
         self._store_port = env.master_port
+        self.timeout = UNMEASURED_TIMEOUT  # of collectives
         self._timeout = FIRST_TIMEOUT  # to connect; Gloo gives up after five times that
         self._is_abandoned = False
         self._starting = threading.Lock()  # while another thread starts a collective
@@ -162,8 +164,14 @@ class Collectives:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time-out of the collectives of this group. torch has only a private function for this."""
+        self.timeout = timeout
         if self.world_size > 1:
             dist.distributed_c10d._set_pg_timeout(timeout)
+
+    def wait_for_slower(self, seconds: float) -> None:
+        """Let collectives wait at least SLOWEST times `seconds`, which this rank took for its part."""
+        if SLOWEST * seconds > self.timeout.total_seconds():
+            self.set_timeout(timedelta(seconds=SLOWEST * seconds))
 
     def close(self) -> None:
         """Wait until all ranks call this, then end the process group, so that no rank reports a lost peer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ def evaluate(
     mine = rank_rows(np.arange(n_rows), proportional_split(shares, n_rows), group.rank)
     device = model.device
     token_bytes = token_bytes.to(device)
+    began = time.monotonic()
     totals = torch.zeros(4, dtype=torch.float64)  # nats of targets with bytes, bytes, nats of all, tokens
     for start in range(0, len(mine), device_batch_size):
         tokens, targets = read_sequences(rows, mine[start : start + device_batch_size])
@@ -69,6 +71,7 @@ def evaluate(
                 counted.sum().double(),
             ]
         ).cpu()
+    group.wait_for_slower(time.monotonic() - began)
     group.all_reduce([totals])
     nats_with_bytes, text_bytes, nats, n_targets = totals.tolist()
     return ValidationResult(nats_with_bytes / (math.log(2) * max(text_bytes, 1)), nats / max(n_targets, 1))

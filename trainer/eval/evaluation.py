@@ -39,6 +39,7 @@ from trainer.eval.shared_model import ARRIVAL_SECONDS, SharedModel
 from trainer.formatting import counted, duration
 from trainer.host.gemm_library import choose_library
 from trainer.host.logger import RunLogger, fields
+from trainer.host.numerics import limit_threads
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT
 from trainer.tracking import evaluations
@@ -103,6 +104,7 @@ class Evaluation:
         if self.args.device == "cuda" and not has_gpu:
             raise ConfigError("--device is cuda, and torch finds no GPU here. Give --device cpu.")
         if self.args.device == "cpu" or not has_gpu:
+            limit_threads(self.env.local_world_size)
             choose_library()
             return torch.device("cpu")
         device = torch.device("cuda", self.env.local_rank % torch.cuda.device_count())

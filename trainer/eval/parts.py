@@ -44,6 +44,14 @@ def parts_of(args: argparse.Namespace) -> Parts:
         raise ConfigError(f"{option} needs --core DIR, the folder for the CORE bundle.")
     if args.core_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", args.core_sha256):
         raise ConfigError("--core-sha256 takes 64 hex digits.")
+    if args.core_sha256 and not args.core_url:
+        raise ConfigError("--core-sha256 needs --core-url: it is the sha256 of the file that is downloaded.")
+    if args.eval_tokens and not (args.bpb or args.data_dir):
+        raise ConfigError("--eval-tokens needs --bpb and --data-dir: it is for bits per byte.")
+    if args.chat_samples > 1 and not args.chat_temperature:
+        raise ConfigError(
+            "--chat-samples needs --chat-temperature above 0: without it all answers are equal."
+        )
     names = [path.stem for path in args.chat_task]
     if len(set(names)) < len(names):
         twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))

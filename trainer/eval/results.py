@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError
-from trainer.data.files import write_json, write_whole
+from trainer.data.files import locked, write_json, write_whole
 from trainer.eval.core import CoreResult, TaskResult
 from trainer.eval.core_bundle import Bundle
 
@@ -53,8 +53,11 @@ class Results:
         """Set the result of the part `part`, such as "bpb", in eval.json. result: JSON values."""
         self.parts[part] = result
         if self.folder is not None:
-            content = {"schema": SCHEMA, "checkpoint": self.checkpoint, "parts": self.parts}
-            write_json(self.folder / RESULT, content)
+            with locked(self.folder / ".lock"):  # another command may have added a part meanwhile
+                written = self._read(RESULT, {"checkpoint": self.checkpoint}).get("parts", {})
+                self.parts = {**written, **self.parts, part: result}
+                content = {"schema": SCHEMA, "checkpoint": self.checkpoint, "parts": self.parts}
+                write_json(self.folder / RESULT, content)
 
     def begin_core(self, bundle: Bundle, max_per_task: int) -> dict[str, list[int]]:
         """Read core.json; returns the CORE tasks that an interrupted evaluation has finished.

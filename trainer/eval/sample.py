@@ -18,6 +18,7 @@ from trainer.data.conversations import render_for_completion
 from trainer.data.files import write_whole
 from trainer.data.tokenizer import Tokenizer
 from trainer.host.gemm_library import choose_library
+from trainer.host.logger import set_up_streams
 from trainer.model.gpt import GPT
 from trainer.stages import BASE, SFT
 
@@ -99,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--max-tokens is {args.max_tokens}: it must be at least 1.")
     if not 0 <= args.seed < 2**63:
         raise ConfigError(f"--seed is {args.seed}: it takes a whole number from 0, below 2^63.")
+    set_up_streams()
     choose_library()
     model, tokenizer = load_model(args.checkpoint)
     print(args.prompt, end="", flush=True)

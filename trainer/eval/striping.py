@@ -5,6 +5,7 @@ After each block they add up their results.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,11 +19,13 @@ def blocks(n_items: int, group: Collectives) -> Iterator[range]:
     """Yield the blocks of a task in order, each as the range of the indices of its items.
 
     n_items: number of items of the task. group: the ranks. A block has BLOCK items times the number of ranks;
-    the last block may have fewer.
+    the last block may have fewer. Collectives wait for a rank that is slower than in the block before.
     """
     size = BLOCK * group.world_size
     for first in range(0, n_items, size):
+        began = time.monotonic()
         yield range(first, min(first + size, n_items))
+        group.wait_for_slower(time.monotonic() - began)
 
 
 def own_items(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from trainer.host.cores import usable_cores
+from trainer.host.cores import cpu_quota, usable_cores
 
 SYSCTL_SECONDS = 2.0
 
@@ -66,9 +67,9 @@ def _cpu() -> str:
 
 
 def _cores() -> str:
-    """The number of usable cores, as "4", or as "4 of 8" if this process may not use all."""
-    cores, usable = os.cpu_count() or 1, usable_cores()
-    return str(cores) if usable == cores else f"{usable} of {cores}"
+    """The number of usable cores, as "4", or as "4 of 8" or "0.33 of 1" if this process may not use all."""
+    cores, usable = os.cpu_count() or 1, min(usable_cores(), cpu_quota() or math.inf)
+    return str(cores) if usable == cores else f"{usable:.3g} of {cores}"
 
 
 def _version(package: str) -> str:

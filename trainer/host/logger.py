@@ -106,7 +106,8 @@ def set_up_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a test may have put something else there
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
-    faulthandler.enable()
+    with contextlib.suppress(OSError):
+        faulthandler.enable()
 
 
 def flush_streams() -> None:

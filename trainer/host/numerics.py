@@ -287,18 +287,24 @@ def thread_count(asked: int, local_world_size: int) -> int:
     torchrun sets OMP_NUM_THREADS from the cores of a host, without the CPU quota of the run, so the value is
     limited to that quota here.
     """
-    return threads_set(asked) or max(1, usable_cores() // local_world_size)
+    return threads_set(asked, local_world_size) or max(1, usable_cores() // local_world_size)
 
 
-def threads_set(asked: int) -> int:
+def limit_threads(local_world_size: int = 1) -> None:
+    """Limit torch's threads to the part of the CPU quota that each of the ranks of this host has."""
+    threads = at_most_quota(torch.get_num_threads() * local_world_size) // local_world_size
+    torch.set_num_threads(max(1, threads))
+
+
+def threads_set(asked: int, local_world_size: int = 1) -> int:
     """The number of threads that a person or launcher has set; 0 if nobody has.
 
-    asked: the setting threads, which has priority. If it is 0, the result is OMP_NUM_THREADS, at most the CPU
-    quota.
+    asked: the setting threads, which has priority. If it is 0, the result is OMP_NUM_THREADS, at most the
+    part of the CPU quota that each of the `local_world_size` ranks of this host has.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not asked and threads.isdigit() and int(threads):
-        return at_most_quota(int(threads))
+        return max(1, at_most_quota(int(threads) * local_world_size) // local_world_size)
     return asked
 
 
@@ -390,8 +396,13 @@ def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int 
     if saved.get("device") != numerics.device.type or saved.get("compute_dtype") not in FORMATS:
         return numerics
     compute = FORMATS[saved["compute_dtype"]]
-    rates = numerics.rates
-    if compute == torch.bfloat16 and rates and rates[torch.bfloat16] < rates[torch.float32]:
+    rates, device = numerics.rates, numerics.device
+    emulates = (
+        not find_gpu(device.index or 0).has_bfloat16
+        if device.type == "cuda"
+        else bool(rates) and rates[torch.bfloat16] < rates[torch.float32]
+    )
+    if compute == torch.bfloat16 and emulates:
         compute = numerics.compute_dtype
     library = str(saved.get("gemm_library", numerics.library))
     if library != numerics.library:

@@ -134,8 +134,9 @@ def _import_data(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     if not has_shards(args.from_nanochat):
         path = adopt_tokenizer(tokenizer, args.data_dir)
         print(
-            f"import: wrote the tokenizer to {path}. {args.from_nanochat} has no shards; to make some: "
-            "python -m trainer prepare"
+            f"import: wrote the tokenizer to {path}. {args.from_nanochat} has no shards; to make some with "
+            f"this tokenizer: python -m trainer prepare --source FOLDER --out {quoted(args.data_dir)} "
+            f"--tokenizer {quoted(path.parent)}"
         )
         return
     done = adopt_shards(args.from_nanochat, tokenizer, args.data_dir)
@@ -158,8 +159,13 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     if done.note:
         print(f"import: {done.note}")
     print("import: the optimizer state is not imported: its moments start at zero")
-    last = done.config.num_iterations
-    if last and pair.step >= last and not args.restart:
+    if done.config.stage == SFT:
+        print("import: to fine-tune it further, on the conversations in CHATS (a new run):")
+        print(
+            f"  python -m trainer train --stage {SFT} --from-checkpoint {quoted(done.path)} --data-dir CHATS "
+            "--run-dir NEW"
+        )
+    elif not args.restart and pair.step >= (last := _steps_of(done.config, tokenizer)):
         print(
             f"import: the imported run has completed its {last:,} steps. To train the model further, "
             "type the same import with --restart and another --run-dir"
@@ -171,10 +177,22 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             "import: to train it, "
             + ("with these settings and any others:" if args.restart else "with exactly these settings:")
         )
-        data = args.data_dir or "DATA"
-        print(f"  python -m trainer train --data-dir {data} --run-dir {args.run_dir} {settings}")
+        data = quoted(args.data_dir) if args.data_dir else "DATA"
+        print(f"  python -m trainer train --data-dir {data} --run-dir {quoted(args.run_dir)} {settings}")
     print("import: to generate text:")
-    print(f'  python -m trainer sample --checkpoint {done.path} --prompt "The "')
+    print(f'  python -m trainer sample --checkpoint {quoted(done.path)} --prompt "The "')
+
+
+def _steps_of(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """The number of steps of a base run, also if its settings give a ratio or FLOPs instead of it."""
+    from trainer.run_plan import make_plan
+
+    return make_plan(config, tokenizer.vocab_size, 1).num_iterations
+
+
+def quoted(path: Path) -> str:
+    """A path, quoted for a shell command."""
+    return shlex.quote(str(path))
 
 
 def _flags(config: RunConfig, names: tuple[str, ...]) -> list[str]:

@@ -61,6 +61,8 @@ def find_pair(path: Path, model_tag: str = "", step: int | None = None, stage: s
         match = MODEL_FILE.fullmatch(path.name)
         if not match:
             raise ConfigError(f"{path} is not named like the checkpoints of nanochat: model_000100.pt.")
+        if step is not None and step != int(match[1]):
+            raise ConfigError(f"{path} is of step {int(match[1])}: remove --step {step}, or give the folder.")
         return _whole(Pair(path.parent, int(match[1])))
     if not path.is_dir():
         raise ConfigError(f"There is no file or folder {path}.")

@@ -87,7 +87,9 @@ def first_split(seconds_per_row: Sequence[float], rows: int, names: Sequence[str
     split = split_rows(seconds_per_row, rows)
     part = slowest(seconds_per_row, split) / slowest(seconds_per_row, equal)
     if part > 1 - GAIN:
-        return SplitChange(equal, f"{describe_split(equal, names)}: their speeds are alike")
+        alike = max(seconds_per_row) < ALIKE * min(seconds_per_row)
+        why = "their speeds are alike" if alike else "no other split makes a step a tenth shorter"
+        return SplitChange(equal, f"{describe_split(equal, names)}: {why}")
     speeds = ", ".join(f"{seconds:.3g}" for seconds in seconds_per_row)
     reason = (
         f"{describe_split(split, names)}: a step takes {part:.0%} of the time that it takes with equal rows "

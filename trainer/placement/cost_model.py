@@ -18,7 +18,7 @@ from statistics import mean
 from typing import Any
 
 from trainer.config import SYNC_MODES
-from trainer.data.loader import equal_split
+from trainer.data.loader import equal_split, proportional_split
 from trainer.formatting import render_table
 from trainer.placement.batch_split import relative_speeds, slowest, split_rows
 from trainer.placement.microbenchmark import Link, Speed
@@ -110,7 +110,8 @@ class CostModel:
     link: bandwidth and latency between the ranks; None with one rank.
     work: the sizes of a step.
     names: names of the ranks, for messages.
-    by_speed: True: the rows of a step are split by speed; False: they are split equally.
+    split: rows per rank whose proportions every step has; None: the rows are split by speed.
+    owners_by_speed: whether Muon's matrices are assigned to owner ranks by speed, or equally.
     outer: the settings of sync=local; None: the defaults.
     """
 
@@ -118,19 +119,21 @@ class CostModel:
     link: Link | None
     work: StepWork
     names: Sequence[str]
-    by_speed: bool = True
+    split: Sequence[int] | None = None
+    owners_by_speed: bool = True
     outer: Outer | None = None
 
     def shares(self, rows: int) -> list[int]:
         """Rows per rank of a step of `rows` rows."""
-        if not self.by_speed:
-            return equal_split(rows, len(self.speeds))
+        if self.split is not None:
+            return proportional_split(self.split, rows)
         return split_rows([speed.row for speed in self.speeds], rows)
 
     @property
     def owner_speeds(self) -> list[float]:
         """Relative speed of each rank, by which Muon matrices are assigned to owner ranks."""
-        return relative_speeds([speed.muon for speed in self.speeds])
+        seconds = [speed.muon if self.owners_by_speed else 1.0 for speed in self.speeds]
+        return relative_speeds(seconds)
 
     def single_host(self, rows: int) -> tuple[float, int]:
         """The single-host baseline for a step of `rows` rows: the rank that is fastest by itself.

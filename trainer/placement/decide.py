@@ -30,7 +30,7 @@ from trainer.host.numerics import Numerics
 from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import MuonAdamW
 from trainer.outcome import Final
-from trainer.placement.batch_split import first_split, relative_speeds
+from trainer.placement.batch_split import first_split
 from trainer.placement.cost_model import (
     CostModel,
     Prediction,
@@ -222,7 +222,9 @@ def decide(
     speeds = [one.speed for one in measured]
     links = [one.link for one in measured if one.link]
     slowest = slowest_link(links) if links else None
-    cost_model = CostModel(speeds, slowest, work, names, by_speed, Outer.of(config))
+    owners_by_speed = by_speed or config.sync == "auto"
+    split = None if by_speed else plan.shares
+    cost_model = CostModel(speeds, slowest, work, names, split, owners_by_speed, Outer.of(config))
     change = first_split([speed.row for speed in speeds], rows, names) if by_speed else None
     shares = change.shares if change else plan.shares
     modes = config.auto_modes
@@ -255,7 +257,7 @@ def decide(
         if one.gpu_too_small
     ]
     prediction = Prediction(mode, round(step, 4), round(baseline_seconds, 4), names[rank])
-    owners = relative_speeds([speed.muon for speed in speeds]) if by_speed or config.sync == "auto" else ()
+    owners = cost_model.owner_speeds if owners_by_speed else ()
     placement = Placement(mode, tuple(shares), tuple(owners), prediction, faster_host if transfers else None)
     return placement, [line for line in lines if line]
 
@@ -264,6 +266,15 @@ def broadcast_placement(group: Collectives, placement: Placement | None) -> Plac
     """Broadcast the placement of rank 0; returns it on every rank. Other ranks' arguments are ignored."""
     mine = json.dumps(placement.saved()).encode() if placement is not None and group.rank == 0 else b""
     return Placement.load(json.loads(group.gather_bytes(mine)[0]))
+
+
+def owner_speeds(meta: Mapping[str, Any]) -> tuple[float, ...]:
+    """Relative speed of each rank in a checkpoint; empty if the run did not measure them.
+
+    meta: content of the checkpoint's meta.json.
+    """
+    before = meta.get("placement") or meta.get("arrangement") or {}  # as older ones have it
+    return tuple(before.get("owner_speeds", ()))
 
 
 def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: bool, auto: bool) -> Placement:
@@ -279,7 +290,7 @@ def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: b
         placement,
         shares=tuple(meta["shares"]) if by_speed else placement.shares,
         sync=before.get("sync", placement.sync) if auto else placement.sync,
-        owner_speeds=tuple(before.get("owner_speeds", ())),
+        owner_speeds=owner_speeds(meta),
         prediction=Prediction.load(before.get("prediction")),
     )
 

@@ -10,6 +10,7 @@ optimizer state: load them afterwards.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -21,10 +22,11 @@ import torch
 from torch import nn
 
 from trainer.distributed.process_group import Collectives
+from trainer.host.cores import cpu_quota
 from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import MuonAdamW
 
-LEAST_SECONDS = 0.6  # of each measurement: several periods of the kernel's CPU quota
+LEAST_SECONDS = 0.6  # of each measurement: several periods of the kernel's CPU quota. Muon's shapes share it
 WARM_TIMES = 2  # the least repetitions in the mean; the first one also allocates memory and is excluded
 PATIENCE_SECONDS = 100.0  # limit of one measurement; the first repetition counts if no second one fits
 LINK_BYTES = (4 * 2**20, 32 * 2**20)  # a payload, and a larger one for a fast link
@@ -179,7 +181,7 @@ def measure_link(group: Collectives, device: torch.device) -> Link | None:
 
 
 def measure_delay(group: Collectives) -> float:
-    """Measure the delay of a Link: CPU seconds of a sent byte, divided by the threads that compute.
+    """Measure the delay of a Link: CPU seconds of a sent byte, divided by the cores that compute.
 
     All ranks of `group`, two at least, must call it. They send as in sync=exact.
     """
@@ -187,4 +189,5 @@ def measure_delay(group: Collectives) -> float:
     sent_before, began = group.bytes_sent, time.process_time()
     group.wait([group.start_reduces(parts)])
     group.broadcast_owned(parts)
-    return (time.process_time() - began) / torch.get_num_threads() / (group.bytes_sent - sent_before)
+    cores = min(torch.get_num_threads(), cpu_quota() or math.inf)
+    return (time.process_time() - began) / cores / (group.bytes_sent - sent_before)

@@ -88,14 +88,14 @@ def candidates_of(topology: Topology) -> list[Candidate]:
     """The sets of processors to measure on `topology`, the smallest first.
 
     They are the sets of `Topology.candidates`. If some physical cores are slow at the moment, the set of the
-    other physical cores is added.
+    other physical cores is added, unless a CPU quota allows less than all cores: it would slow any of them.
     """
     found = topology.candidates()
     cores = [cpu.number for cpu in first_siblings(topology.cpus)]
-    if len(cores) > 1:
+    if 1 < len(cores) <= at_most_quota(len(cores)):
         rates = core_rates(cores)
-        fast = sorted((cpu for cpu in cores if rates[cpu] >= BUSY_BELOW), key=lambda cpu: -rates[cpu])
-        free = frozenset(fast[: at_most_quota(len(fast))])
+        fast = [cpu for cpu in cores if rates[cpu] >= BUSY_BELOW]
+        free = frozenset(fast)
         if len(fast) < len(cores) and free not in {each.cpus for each in found}:
             found.append(Candidate("fast cores at the moment", free))
     return sorted(found, key=lambda each: (len(each.cpus), sorted(each.cpus)))
