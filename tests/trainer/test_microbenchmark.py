@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from trainer.model.config import GPTConfig
+from trainer.model.gpt import GPT
+from trainer.optim.muon_adamw import build_optimizer
 from trainer.placement import microbenchmark
 
 
@@ -43,6 +47,27 @@ def test_the_first_time_does_not_count(
     clock = Clock(first, later)
     assert seconds_of(clock) == pytest.approx(later)
     assert clock.times in (times, times + 1)  # a sum of hundredths may fall short of 0.6
+
+
+def test_rows_of_a_slow_host_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples in the time of one: a disturbance of one sample would decide the batch split."""
+    now, sizes = [0.0], []
+    config = GPTConfig(sequence_len=8, vocab_size=32, n_layer=1, n_head=1, n_kv_head=1, n_embd=32)
+    model = GPT(config)
+    optimizer = build_optimizer(model, 0.0, 0.0, 0.0, 0.0, 0.0)
+    forward = model.forward
+
+    def slow(tokens: torch.Tensor, *rest: torch.Tensor, **options: str) -> torch.Tensor:
+        sizes.append(len(tokens))
+        now[0] += 13.0 * len(tokens)
+        return forward(tokens, *rest, **options)
+
+    monkeypatch.setattr(model, "forward", slow)
+    monkeypatch.setattr(microbenchmark.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(microbenchmark, "_muon_seconds", lambda optimizer, model: 1.0)
+    monkeypatch.setattr(optimizer, "step_adamw", lambda: now.__setitem__(0, now[0] + 1.0))
+    speed = microbenchmark.measure_speed(model, optimizer, 2)
+    assert (speed.row, sizes) == (13.0, [2, 1, 1])
 
 
 def test_work_that_is_never_warm_in_time_is_measured_once(seconds_of: Callable[[Clock], float]) -> None:

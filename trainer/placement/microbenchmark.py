@@ -29,6 +29,7 @@ from trainer.optim.muon_adamw import MuonAdamW
 LEAST_SECONDS = 0.6  # of each measurement: several periods of the kernel's CPU quota. Muon's shapes share it
 WARM_TIMES = 2  # the least repetitions in the mean; the first one also allocates memory and is excluded
 PATIENCE_SECONDS = 100.0  # limit of one measurement; the first repetition counts if no second one fits
+LONG_SECONDS = 15.0  # of a micro-batch, above which its rows are timed one by one
 LINK_BYTES = (4 * 2**20, 32 * 2**20)  # a payload, and a larger one for a fast link
 LINK_SECONDS = 0.15
 SHORT_MESSAGES = 8
@@ -105,7 +106,11 @@ def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
         _synchronize(model.device)
 
     optimizer.set_schedule(1.0, 0.95, 1.0)
-    row = _seconds_of(passes) / batch_size
+    began = time.monotonic()
+    passes()
+    if time.monotonic() - began > LONG_SECONDS:  # so that more than one repetition fits
+        tokens = tokens[:1]
+    row = _seconds_of(passes, is_warm=True) / len(tokens)
     # Without the tables, whose gradients and moments a rank of exact never has as a whole.
     whole = sum(p.numel() for p in tables) / model.lm_head.weight.numel() + 1
     speed = Speed(row=row, muon=_muon_seconds(optimizer, model), adamw=whole * _seconds_of(adamw))
@@ -130,21 +135,21 @@ def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
     return total
 
 
-def _seconds_of(work: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
+def _seconds_of(work: Callable[[], Any], least: float = LEAST_SECONDS, is_warm: bool = False) -> float:
     """The mean seconds of a call of `work`, over calls that together take at least `least` seconds.
 
-    The first call is excluded. No call starts that would exceed PATIENCE_SECONDS in all; if there is only the
-    first call, the result is its time.
+    The first call is excluded, unless `work` was called before (`is_warm`). No call starts that would exceed
+    PATIENCE_SECONDS in all; if there is only the first call, the result is its time.
     """
     times: list[float] = []
-    began = time.monotonic()
-    while sum(times[1:]) < least or len(times) <= WARM_TIMES:
+    began, cold = time.monotonic(), 0 if is_warm else 1
+    while sum(times[cold:]) < least or len(times) < cold + WARM_TIMES:
         started = time.monotonic()
         if times and started - began + times[0] > PATIENCE_SECONDS:
             break
         work()
         times.append(time.monotonic() - started)
-    return statistics.mean(times[1:] or times)
+    return statistics.mean(times[cold:] or times)
 
 
 def _synchronize(device: torch.device) -> None:
