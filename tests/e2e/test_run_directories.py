@@ -59,6 +59,7 @@ def test_a_stop_follows_no_planted_link(hosts: Fleet, run: str) -> None:
     assert '"outcome": "stopped"' in hosts.on(HOSTS[0], f"cat {RUN}/outcome.json")
 
 
+@pytest.mark.slow
 def test_a_start_refuses_a_run_directory_that_is_a_link(hosts: Fleet, run: str) -> None:
     hosts.play("stop.yml", run_id=run, stop_now=True)
     before = plant(hosts, f"cd ..; mv planted away; ln -s {ROOTS}/folder planted; :")
@@ -114,6 +115,7 @@ def test_a_run_is_closed_to_the_world_and_open_to_whoever_logs_in(
     assert list(tmp_path.glob(f"{run}/{HOSTS[0]}/checkpoints/step_*/model.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_is_removed_on_a_worker_is_named_and_put_back(hosts: Fleet, run: str) -> None:
     hosts.on(HOSTS[1], REMOVE)
     status = " ".join(hosts.play("status.yml", run_id=run).stdout.split())

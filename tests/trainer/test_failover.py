@@ -231,7 +231,8 @@ def test_of_two_hosts_the_one_that_is_left_continues_if_it_may(
     check_losses(run, undisturbed)
 
 
-@pytest.mark.parametrize("sync", ["exact", pytest.param("local", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["exact", "local"])
 def test_hosts_with_two_ranks_each_elect_a_coordinator(failover: Begin, data_dir: Path, sync: str) -> None:
     """The copies are on the first rank of the next host, which alone votes for it and keeps its files."""
     run = failover(6, PairsRun, total_batch_size=192, snapshot_seconds=1, sync=sync)
