@@ -59,7 +59,7 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
     if done.returncode:
         raise FleetError(
             f"Ansible cannot read the inventory {_shown(inventory)}:\n{done.stderr.strip()}\n"
-            f"Check it: ansible-inventory -i {_shown(inventory)} --list"
+            f"Check it: ansible-inventory {f'-i {inventory} ' if inventory else ''}--list"
         )
     return from_listing(json.loads(done.stdout), inventory)
 

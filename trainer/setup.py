@@ -195,10 +195,9 @@ class RunSetup:
 
         records: of all ranks, in rank order. Raises Final if the placement differs between ranks.
         """
-        threads = self.numerics.threads * self.env.local_world_size
-        if threads > usable_cores():
+        if self.numerics.threads > usable_cores():
             self.log.info(
-                f"warning: {threads} threads share {usable_cores()} core(s), which is slow. "
+                f"warning: {self.numerics.threads} threads share {usable_cores()} core(s), which is slow. "
                 "Set threads to auto. With the playbooks also remove fleet_threads from the inventory; by "
                 "hand unset OMP_NUM_THREADS."
             )
@@ -322,7 +321,7 @@ class RunSetup:
     def _decide_placement(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
         """Set the placement: from a checkpoint of the same hosts, else measured if shares or sync is auto.
 
-        It is also measured if shares is auto now and was not at the checkpoint.
+        It is not restored if shares is auto now and was not at the checkpoint, or the reverse.
         meta: content of the checkpoint's meta.json. gpu: as for `_begin`. Raises TransferToHost if the GPU of
         one host is faster than all ranks together and the run can move to that host.
         """
@@ -330,7 +329,7 @@ class RunSetup:
         together, automatic = group.world_size > 1, config.sync == "auto"
         by_speed = self.run_file.by_speed and together
         self.placement = Placement("exact" if automatic else config.sync, tuple(self.plan.shares))
-        if self._same_hosts(meta) and not (by_speed and not decide.owner_speeds(meta)):
+        if self._same_hosts(meta) and self._same_policy(meta):
             self.placement = decide.restore_placement(self.placement, meta, by_speed, automatic)
         elif by_speed or (automatic and together) or self.run_file.chosen_from or self.predicts:
             measured = decide.measure_all(
@@ -430,6 +429,10 @@ class RunSetup:
         hosts = [peer.host for peer in self.group.peers]
         return meta.get("hosts") == hosts and len(meta["shares"]) == len(meta["numerics"]) == len(hosts)
 
+    def _same_policy(self, meta: Mapping[str, Any]) -> bool:
+        """Whether shares is auto both now and at a checkpoint, or at neither; True for older checkpoints."""
+        return bool(meta.get("shares_auto", self.run_file.by_speed) == self.run_file.by_speed)
+
     def _restore_arithmetic(self, meta: Mapping[str, Any]) -> None:
         """Restore the number of steps of a checkpoint; on the same hosts also split, formats and threads.
 
@@ -438,7 +441,7 @@ class RunSetup:
         """
         steps = compatibility.planned_steps(meta, self.config, self.plan.num_iterations)
         self.plan = dataclasses.replace(self.plan, num_iterations=steps)
-        if self._same_hosts(meta) and self.run_file.by_speed:
+        if self._same_hosts(meta) and self._same_policy(meta) and self.run_file.by_speed:
             self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
         now = self.numerics
         if self._same_hosts(meta):
@@ -482,6 +485,7 @@ class RunSetup:
             "hashes": self.data.hashes,
             "world_size": self.group.world_size,
             "shares": plan.shares,
+            "shares_auto": self.run_file.by_speed,
             "placement": self.placement.saved(),
             "numerics": self.numerics_by_rank,
             "hosts": [peer.host for peer in self.group.peers],

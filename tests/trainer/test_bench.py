@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -15,10 +16,12 @@ from conftest import RATES, TINY, flags, free_port
 
 from trainer.__main__ import main
 from trainer.bench import DDP, WARM_STEPS
+from trainer.bench import cli as bench_cli
 from trainer.bench.limits import Rates, StepOperations, count_operations, iterated_flops
 from trainer.bench.steps import share_of_limit
 from trainer.config import SYNC_MODES, ConfigError, RunConfig
 from trainer.formatting import markdown_table
+from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
 from trainer.tracking.files import METRICS
@@ -217,3 +220,13 @@ def test_a_markdown_table_lines_up() -> None:
         "|-----|----|",
         "| ccc | d  |",
     ]
+
+
+def test_a_sequence_length_need_not_divide_the_default_batch() -> None:
+    parser = argparse.ArgumentParser()
+    bench_cli.add_arguments(parser)
+    args = parser.parse_args(["--depth", "2", "--rows", "2", "--sequence-len", "768"])
+    assert bench_cli.bench_run_file(args, RankEnv()).config.total_batch_size == 2 * 768
+    args.sequence_len = "1k"
+    with pytest.raises(ConfigError, match="sequence_len"):
+        bench_cli.bench_run_file(args, RankEnv())

@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.host import cores, facts
 from trainer.host.cores import cpu_quota, usable_cores
 from trainer.host.facts import host_facts
-from trainer.host.numerics import thread_count
+from trainer.host.numerics import limit_threads, thread_count
 
 ROOT = Path(__file__).parents[2]
 V2 = "sys/fs/cgroup"
@@ -84,6 +85,11 @@ def test_threads_keep_within_the_quota(
     assert thread_count(0, 1) == expected
     monkeypatch.setenv("OMP_NUM_THREADS", "4")  # as launch sets it for two ranks on 8 cores
     assert thread_count(0, 2) == max(1, expected // 2)
+    threads = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    limit_threads()
+    assert threads[-1] == expected
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert thread_count(0, 1) == expected
     assert thread_count(0, 2) == max(1, expected // 2)

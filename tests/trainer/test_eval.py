@@ -195,6 +195,10 @@ def test_two_commands_at_once_keep_the_parts_of_both(tmp_path: Path) -> None:
     short.add("bpb", {"val_bpb": 1.0})
     long.add("sample", "text")
     assert Results(tmp_path, {"step": 1}).parts == {"bpb": {"val_bpb": 1.0}, "sample": "text"}
+    long, short = (Results(tmp_path, {"step": 1}) for _ in range(2))
+    short.add("bpb", {"val_bpb": 0.9})
+    long.add("sample", "text")
+    assert Results(tmp_path, {"step": 1}).parts["bpb"] == {"val_bpb": 0.9}, "the newer result stays"
 
 
 def test_results_of_another_bundle_or_limit_are_not_mixed(

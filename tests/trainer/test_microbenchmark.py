@@ -68,6 +68,10 @@ def test_rows_of_a_slow_host_are_timed_one_by_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(optimizer, "step_adamw", lambda: now.__setitem__(0, now[0] + 1.0))
     speed = microbenchmark.measure_speed(model, optimizer, 2)
     assert (speed.row, sizes) == (13.0, [2, 1, 1])
+    now[0], sizes[:] = 0.0, []
+    monkeypatch.setattr(microbenchmark, "PATIENCE_SECONDS", 15.0)
+    assert microbenchmark.measure_speed(model, optimizer, 2).row == 13.0
+    assert sizes == [2], "there is no time for more"
 
 
 def test_work_that_is_never_warm_in_time_is_measured_once(seconds_of: Callable[[Clock], float]) -> None:

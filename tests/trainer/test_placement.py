@@ -439,12 +439,18 @@ def test_the_same_hosts_resume_with_the_split_of_now() -> None:
     setup.group = Collectives(RankEnv(world_size=2), [Peer(0, "a", ""), Peer(1, "b", "")])
     setup.log = setup.numerics = setup.model = setup.optimizer = Mock()  # type: ignore[assignment]
     meta = {"hosts": ["a", "b"], "shares": [12, 4], "numerics": [{}, {}], "config": config().to_dict()}
-    for shares, expected in ((BY_SPEED, [12, 4]), ((), [8, 8]), ((10, 6), [10, 6])):
+    for shares, before, expected in (
+        (BY_SPEED, {"shares_auto": True}, [12, 4]),
+        (BY_SPEED, {}, [12, 4]),  # an older checkpoint
+        (BY_SPEED, {"shares_auto": False}, [8, 8]),  # until it is measured
+        ((), {"shares_auto": True}, [8, 8]),
+        ((10, 6), {"shares_auto": False}, [10, 6]),
+    ):
         setup.config = config()
         setup.run_file = RunFile("r", setup.config, shares=shares)
         setup.plan = make_plan(setup.config, 300, 2, setup.run_file.fixed_shares)
         with patch("trainer.setup.restore_numerics", lambda now, saved, threads: now):
-            setup._restore_arithmetic(meta)
+            setup._restore_arithmetic(meta | before)
         assert list(setup.plan.shares) == expected
 
 

@@ -163,13 +163,15 @@ def test_figures_of_another_version_are_left_out(tmp_path: Path, capsys: pytest.
 def test_the_rows_of_a_slow_host_are_bounded_by_its_own_measurements() -> None:
     fast = {f"single-{n}": measured(n, n / 1000) for n in (4096, 16384)}
     slow = {f"single-{n}-on-b": measured(n, n / 100) | {"hosts": ["b"]} for n in (2048, 4096)}
+    one = {"single-4096-on-b": slow["single-4096-on-b"]}
     pair = measured(16384, 50.0, ranks=2, sync="exact", shares=[13, 3])
     bounds = []
-    for singles in (fast, fast | slow):
+    for singles in (fast, fast | slow, fast | one):
         results = singles | {"exact-16384": pair}
-        bounds.append({one["case"]: one for one in report.compare(results)}["exact-16384"]["bound"])
+        bounds.append({each["case"]: each for each in report.compare(results)}["exact-16384"]["bound"])
     assert bounds[0] == pytest.approx(16 / 13, rel=0.01)
     assert bounds[1] == pytest.approx(16.384 / 30.72, rel=0.01)
+    assert bounds[2] == pytest.approx(bounds[1]), "by the line of the other host"
 
 
 def test_files_that_are_no_case_are_named_or_left_out(tmp_path: Path) -> None:

@@ -142,7 +142,8 @@ def bench_run_file(args: argparse.Namespace, env: RankEnv) -> RunFile:
         return run_file
     shares = parse_shares(args.shares)
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name, None)}
-    length = RunConfig.from_strings({"sequence_len": given.get("sequence_len", LENGTH)}).sequence_len
+    length = given.get("sequence_len", LENGTH)
+    length = RunConfig.from_strings({"sequence_len": length, "total_batch_size": 0}).sequence_len
     fixed = shares if isinstance(shares, tuple) else ()
     rows = sum(fixed) or args.rows[0] * env.world_size
     given |= {

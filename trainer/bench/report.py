@@ -236,20 +236,28 @@ def _baseline_seconds(singles: Sequence[Result], tokens: int, host: str) -> floa
 
 
 def _interpolated(singles: Sequence[Result], tokens: int, host: str) -> float | None:
-    """Seconds of a step of `tokens` tokens, on the line through two measurements of one host; else None.
+    """Seconds of a step of `tokens` tokens on `host`, on the line through two measurements; else None.
 
-    That is `host` if it was measured, else another one.
-
-    The two are those with the fewest and the most tokens.
+    The two are those of the host with the fewest and the most tokens. Without them it is the line of another
+    host, times the ratio of a measurement of `host` to it, if there is one.
     """
-    if not singles:
+    points: dict[str, list[tuple[int, float]]] = {}
+    for one in sorted(singles, key=lambda one: int(one["tokens"])):
+        points.setdefault(one["hosts"][0], []).append((one["tokens"], float(one["step_seconds"])))
+    lines = {name: known for name, known in points.items() if known[0][0] < known[-1][0]}
+    if host in lines:
+        return _on_line(lines[host], tokens)
+    if not lines:
         return None
-    there = [one for one in singles if one["hosts"] == [host]] or singles
-    known = sorted((one["tokens"], one["step_seconds"]) for one in there if one["hosts"] == there[0]["hosts"])
-    (low, first), (high, last) = known[0], known[-1]
-    if low == high:
-        return None
-    return float(first + (tokens - low) * (last - first) / (high - low))
+    line = next(iter(lines.values()))
+    own = points.get(host)
+    ratio = own[0][1] / _on_line(line, own[0][0]) if own else 1.0
+    return ratio * _on_line(line, tokens)
+
+
+def _on_line(points: Sequence[tuple[int, float]], tokens: int) -> float:
+    (low, first), (high, last) = points[0], points[-1]
+    return first + (tokens - low) * (last - first) / (high - low)
 
 
 # -- for people ----------------------------------------------------------------------------------------------

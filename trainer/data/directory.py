@@ -215,8 +215,9 @@ def make_directory(
         shards are kept, an undamaged tokenizer in `out` is kept too, if it equals the existing tokenizer or,
         with None, was made for `vocab_size` tokens.
     clock: records the seconds of each part of the preparation.
-    notes: more entries for the manifest. Raises DataError if `out` has data of another kind: text where
-        conversations are to be written, or the reverse.
+    notes: more entries for the manifest.
+    Raises DataError if `out` has data of another kind: text where conversations are to be written, or the
+    reverse.
     """
     _check_kind(out, dict(notes or {}).get("kind"))
     for leftover in out.glob(".preparing-*"):
@@ -286,7 +287,7 @@ def _check_kind(out: Path, kind: str | None) -> None:
     if existing != kind:
         raise DataError(
             f"{out} has {existing or 'the text of base runs'}, which the new data would replace. Give "
-            "another folder with --out."
+            "another folder."
         )
 
 

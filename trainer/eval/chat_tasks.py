@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import string
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,9 +183,9 @@ def evaluate_task(
     with model.longer_context(LONGEST_CONTEXT * model.config.sequence_len):
         for block in blocks(len(task.questions), group):
             on_block(block[0])
-            numbers = own_items(block, group)
+            began, numbers = time.monotonic(), own_items(block, group)
             right = sum(_is_right(model, tokenizer, task, i, sampling, samples) for i in numbers)
-            correct += add_up(group, right)[0]
+            correct += add_up(group, began, right)[0]
     return task_result(task, correct, len(task.questions))
 
 

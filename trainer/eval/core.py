@@ -171,11 +171,12 @@ def evaluate_core(
                 tokens = _most_tokens(group, mine)
                 seconds = time.monotonic() - began
                 on_block(BlockProgress(task.label, block[0], len(task.items), part, seconds, tokens))
+                began_block = time.monotonic()
                 answers = [
                     _is_correct(model, task, task.items[i].get("gold", 0), prompts)
                     for i, prompts in zip(numbers, mine, strict=True)
                 ]
-                right, stops = add_up(group, sum(answers), should_stop())
+                right, stops = add_up(group, began_block, sum(answers), should_stop())
                 if stops:
                     raise StoppedEvaluationError
                 correct += right

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ class Results:
 
         If `folder` is None, nothing is read or made. checkpoint: identifies the checkpoint by the keys step,
         run_id and sha256 ({file: sha256}). Raises ConfigError if eval.json cannot be read, is damaged, has
-        another schema or is of another checkpoint, or if the folder cannot be made.
+        another schema or is of another checkpoint, or if the folder cannot be made; DataError if no file can
+        be written there.
         """
         self.folder, self.checkpoint = folder, dict(checkpoint)
         self.parts: dict[str, Any] = self._read(RESULT, {"checkpoint": self.checkpoint}).get("parts", {})
@@ -48,16 +50,22 @@ class Results:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"--out {folder} cannot be created: {error.strerror}.") from None
+        with self._lock():
+            pass  # a problem is shown before the evaluation, not after it
 
     def add(self, part: str, result: Any) -> None:
         """Set the result of the part `part`, such as "bpb", in eval.json. result: JSON values."""
         self.parts[part] = result
         if self.folder is not None:
-            with locked(self.folder / ".lock"):  # another command may have added a part meanwhile
+            with self._lock():  # another command may have added a part meanwhile
                 written = self._read(RESULT, {"checkpoint": self.checkpoint}).get("parts", {})
-                self.parts = {**written, **self.parts, part: result}
+                self.parts = {**self.parts, **written, part: result}
                 content = {"schema": SCHEMA, "checkpoint": self.checkpoint, "parts": self.parts}
                 write_json(self.folder / RESULT, content)
+
+    def _lock(self) -> AbstractContextManager[None]:
+        """Hold the lock of the folder. Raises DataError if the folder cannot be written."""
+        return locked(self.folder / ".lock") if self.folder else nullcontext()
 
     def begin_core(self, bundle: Bundle, max_per_task: int) -> dict[str, list[int]]:
         """Read core.json; returns the CORE tasks that an interrupted evaluation has finished.

@@ -19,13 +19,11 @@ def blocks(n_items: int, group: Collectives) -> Iterator[range]:
     """Yield the blocks of a task in order, each as the range of the indices of its items.
 
     n_items: number of items of the task. group: the ranks. A block has BLOCK items times the number of ranks;
-    the last block may have fewer. Collectives wait for a rank that is slower than in the block before.
+    the last block may have fewer.
     """
     size = BLOCK * group.world_size
     for first in range(0, n_items, size):
-        began = time.monotonic()
         yield range(first, min(first + size, n_items))
-        group.wait_for_slower(time.monotonic() - began)
 
 
 def own_items(
@@ -50,11 +48,13 @@ def own_items(
     return sorted(number for number, owner in owners.items() if owner == group.rank)
 
 
-def add_up(group: Collectives, *values: float) -> list[int]:
+def add_up(group: Collectives, began: float, *values: float) -> list[int]:
     """The sum of each of `values` over all ranks, rounded to integers.
 
-    A collective call. All ranks pass the same number of values.
+    A collective call. All ranks pass the same number of values. began: the time (time.monotonic) at which
+    this rank began its part of the block; it waits for ranks that need much longer.
     """
+    group.wait_for_slower(time.monotonic() - began)
     totals = torch.tensor(values, dtype=torch.float64)
     group.all_reduce([totals])
     return [round(total) for total in totals.tolist()]

@@ -268,15 +268,6 @@ def broadcast_placement(group: Collectives, placement: Placement | None) -> Plac
     return Placement.load(json.loads(group.gather_bytes(mine)[0]))
 
 
-def owner_speeds(meta: Mapping[str, Any]) -> tuple[float, ...]:
-    """Relative speed of each rank in a checkpoint; empty if the run did not measure them.
-
-    meta: content of the checkpoint's meta.json.
-    """
-    before = meta.get("placement") or meta.get("arrangement") or {}  # as older ones have it
-    return tuple(before.get("owner_speeds", ()))
-
-
 def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: bool, auto: bool) -> Placement:
     """`placement` with values from a checkpoint of the same hosts.
 
@@ -290,7 +281,7 @@ def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: b
         placement,
         shares=tuple(meta["shares"]) if by_speed else placement.shares,
         sync=before.get("sync", placement.sync) if auto else placement.sync,
-        owner_speeds=owner_speeds(meta),
+        owner_speeds=tuple(before.get("owner_speeds", ())),
         prediction=Prediction.load(before.get("prediction")),
     )
 

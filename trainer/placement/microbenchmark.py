@@ -78,8 +78,8 @@ def slowest_link(links: Sequence[Link]) -> Link:
 def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
     """Measure the seconds of forward and backward, and of the optimizer, on this rank.
 
-    batch_size: rows of the micro-batch that is timed; its tokens are random. Weights of `model` and state of
-    `optimizer` are overwritten.
+    batch_size: rows of a micro-batch, which is timed, or a row of it on a slow host; its tokens are random.
+    Weights of `model` and state of `optimizer` are overwritten.
     """
     model.init_weights()
     draw = torch.Generator().manual_seed(1)
@@ -108,9 +108,10 @@ def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
     optimizer.set_schedule(1.0, 0.95, 1.0)
     began = time.monotonic()
     passes()
-    if time.monotonic() - began > LONG_SECONDS:  # so that more than one repetition fits
+    first = time.monotonic() - began
+    if first > LONG_SECONDS:  # so that more than one repetition fits
         tokens = tokens[:1]
-    row = _seconds_of(passes, is_warm=True) / len(tokens)
+    row = _seconds_of(passes, spent=first, expected=first * len(tokens) / batch_size) / len(tokens)
     # Without the tables, whose gradients and moments a rank of exact never has as a whole.
     whole = sum(p.numel() for p in tables) / model.lm_head.weight.numel() + 1
     speed = Speed(row=row, muon=_muon_seconds(optimizer, model), adamw=whole * _seconds_of(adamw))
@@ -135,21 +136,24 @@ def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
     return total
 
 
-def _seconds_of(work: Callable[[], Any], least: float = LEAST_SECONDS, is_warm: bool = False) -> float:
+def _seconds_of(
+    work: Callable[[], Any], least: float = LEAST_SECONDS, spent: float = 0.0, expected: float = 0.0
+) -> float:
     """The mean seconds of a call of `work`, over calls that together take at least `least` seconds.
 
-    The first call is excluded, unless `work` was called before (`is_warm`). No call starts that would exceed
-    PATIENCE_SECONDS in all; if there is only the first call, the result is its time.
+    The first call is excluded. No call starts that would exceed PATIENCE_SECONDS in all; if there is only the
+    first call, the result is its time. spent, expected: the seconds of a first call that was made already,
+    and those of a call to be expected from it; 0: none.
     """
-    times: list[float] = []
-    began, cold = time.monotonic(), 0 if is_warm else 1
-    while sum(times[cold:]) < least or len(times) < cold + WARM_TIMES:
+    times = [expected] if spent else []
+    began = time.monotonic() - spent
+    while sum(times[1:]) < least or len(times) <= WARM_TIMES:
         started = time.monotonic()
         if times and started - began + times[0] > PATIENCE_SECONDS:
             break
         work()
         times.append(time.monotonic() - started)
-    return statistics.mean(times[cold:] or times)
+    return statistics.mean(times[1:] or times)
 
 
 def _synchronize(device: torch.device) -> None:
