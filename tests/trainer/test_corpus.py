@@ -107,7 +107,7 @@ def test_a_file_that_is_damaged_further_on_is_not_called_left_out(
     write_tree(tmp_path / "source", {"a.txt": b"a good line\n" * 300 + b"\xff" + b"another\n" * 300})
     files, _ = find_files([tmp_path / "source"])
     with Spool(tmp_path, 1) as spool:
-        assert collect(files, spool, 0, 1) == {"from a damaged place on": 1}
+        assert collect(files, spool, 0, 1) == {"read only up to a damaged place": 1}
 
 
 def test_a_hidden_source_that_is_named_is_read(tmp_path: Path) -> None:

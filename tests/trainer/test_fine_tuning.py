@@ -159,7 +159,9 @@ def test_documents_and_conversations_are_not_confused(
         train_here(chats, tmp_path / "b")
 
 
-def test_a_fine_tuned_model_goes_to_nanochat_and_back(base: Path, chats: Path, tmp_path: Path) -> None:
+def test_a_fine_tuned_model_goes_to_nanochat_and_back(
+    base: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fine_tune(base, chats, tmp_path / "run", num_iterations=1)
     path = tmp_path / "run" / "checkpoints" / "step_000001"
     out = tmp_path / "nanochat"
@@ -169,6 +171,9 @@ def test_a_fine_tuned_model_goes_to_nanochat_and_back(base: Path, chats: Path, t
     assert not (out / "base_checkpoints").exists()
     back = ["import", "--from-nanochat", str(out), "--stage", "sft", "--run-dir", str(tmp_path / "back")]
     assert main(back) == 0
+    typed = f"train --stage sft --from-checkpoint {tmp_path}/back/checkpoints/step_000001 --data-dir CHATS"
+    assert typed in capsys.readouterr().out
+    fine_tune(tmp_path / "back" / "checkpoints" / "step_000001", chats, tmp_path / "more", num_iterations=1)
     state = storage.load(tmp_path / "back" / "checkpoints" / "step_000001")
     weights = storage.load(path).model
     assert all(torch.equal(state.model[name], tensor) for name, tensor in weights.items())

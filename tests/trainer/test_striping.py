@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 
 from trainer.distributed.process_group import Collectives
-from trainer.eval.striping import BLOCK, blocks, own_items
+from trainer.eval.striping import BLOCK, add_up, blocks, own_items
 
 
 @dataclass
@@ -26,6 +28,15 @@ def test_blocks_hold_the_items_of_all_ranks_in_order() -> None:
     found = list(blocks(2 * BLOCK * 3 + 1, cast("Collectives", FakeRanks(0, 3))))
     assert [len(block) for block in found] == [BLOCK * 3, BLOCK * 3, 1]
     assert [number for block in found for number in block] == list(range(2 * BLOCK * 3 + 1))
+
+
+def test_a_rank_waits_for_slower_ones_before_it_adds_up() -> None:
+    ranks = Mock()
+    began = time.monotonic() - 100
+    assert add_up(ranks, began, 3.0) == [3]
+    (waits, (seconds,), _), (sums, _, _) = ranks.method_calls
+    assert (waits, sums) == ("wait_for_slower", "all_reduce")
+    assert seconds >= 100
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

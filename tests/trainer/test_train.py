@@ -272,3 +272,7 @@ def test_collectives_of_eval_wait_for_a_host_that_is_ten_times_slower(
     assert not set_to, "ten minutes are enough"
     group.wait_for_slower(3600)
     assert set_to == [timedelta(hours=10)]
+    waited: list[float] = []
+    monkeypatch.setattr(Collectives, "wait_for_slower", lambda _, seconds: waited.append(seconds))
+    train_here(data_dir, tmp_path / "run", num_iterations=2)
+    assert waited, "an evaluation does not wait"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fleet import ROOT, FleetError, corpus, demo, exchange, inventory
-from fleet.__main__ import main, parser
+from fleet.__main__ import _interrupted, main, parser
 from fleet.runview import RunView
 from fleet.watch import places
 from trainer.data.directory import prepare_corpus
@@ -128,6 +128,13 @@ class TestDemo:
         monkeypatch.setenv("ANSIBLE_INVENTORY", "inventory/home")
         assert demo.Demo().where == "inventory/lab"
         assert demo.Demo().inventory == str(ROOT / "inventory/lab")
+
+    def test_commands_after_ctrl_c_have_the_options_of_the_command(self, tmp_path: Path) -> None:
+        args = parser().parse_args(["train", "-i", str(tmp_path / "hosts.yml"), "-K", "--run-id", "first"])
+        printed = _interrupted(args)
+        assert f"ansible-playbook -i {tmp_path}/hosts.yml -K stop.yml -e run_id=first" in printed
+        args.started = True
+        assert f"python -m fleet watch -i {tmp_path}/hosts.yml -K --run-id first\n" in _interrupted(args)
 
     def test_bad_numbers_get_a_sentence(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stop:

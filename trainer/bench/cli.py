@@ -175,9 +175,8 @@ def _measure_each(args: argparse.Namespace) -> int:
                 done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
                 if done.returncode:
                     code = done.returncode
-                    print(
-                        f"depth {depth}, {counted(rows, 'row')}: failed ({code})", file=sys.stderr, flush=True
-                    )
+                    case = f"depth {depth}, {counted(rows, 'row')}"
+                    print(f"{case}: failed, exit code {code}", file=sys.stderr, flush=True)
                     continue
                 results.append(json.loads(out.read_text(encoding="utf-8")))
     if results:

@@ -194,6 +194,8 @@ def _run_rows(args: argparse.Namespace) -> int:
 
 
 def _run_corpus(args: argparse.Namespace) -> int:
+    from trainer.data.sources import PARTLY
+
     result = _prepare(args)
     if args.json:
         print(json.dumps(asdict(result)))
@@ -202,15 +204,13 @@ def _run_corpus(args: argparse.Namespace) -> int:
         print(f"prepare: nothing has changed, {args.out} is used as it is")
     elif result.reused:
         print("prepare: the text has not changed, its shards are used as they are")
-    from trainer.data.sources import PARTLY
-
     skipped = dict(result.skipped)
     partly = skipped.pop(PARTLY, 0)
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
     print(
         f"prepare: {result.documents:,} documents, {result.text_bytes / 1e6:,.2f} MB of text"
         + (f" (files left out: {left_out})" if left_out else "")
-        + (f" (files left out {PARTLY}: {partly:,})" if partly else "")
+        + (f" (files {PARTLY}: {partly:,})" if partly else "")
     )
     print(
         f"prepare: {result.shards} shards, the last one ({result.val_bytes / 1e6:,.2f} MB) for validation; "

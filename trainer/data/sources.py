@@ -36,7 +36,7 @@ BINARY = "binary or not UTF-8"
 UNREADABLE = "unreadable"
 EMPTY = "empty"
 MANUAL = "manual page(s), which need mandoc on PATH"
-PARTLY = "from a damaged place on"
+PARTLY = "read only up to a damaged place"
 
 
 @dataclass(frozen=True, slots=True)

@@ -292,8 +292,12 @@ def thread_count(asked: int, local_world_size: int) -> int:
 
 def limit_threads(local_world_size: int = 1) -> None:
     """Limit torch's threads to the part of the CPU quota that each of the ranks of this host has."""
-    threads = at_most_quota(torch.get_num_threads() * local_world_size) // local_world_size
-    torch.set_num_threads(max(1, threads))
+    torch.set_num_threads(_of_quota(torch.get_num_threads(), local_world_size))
+
+
+def _of_quota(threads: int, local_world_size: int) -> int:
+    """The number `threads`, or a rank's part of the CPU quota if that is lower; 1 or more."""
+    return max(1, at_most_quota(threads * local_world_size) // local_world_size)
 
 
 def threads_set(asked: int, local_world_size: int = 1) -> int:
@@ -304,7 +308,7 @@ def threads_set(asked: int, local_world_size: int = 1) -> int:
     """
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not asked and threads.isdigit() and int(threads):
-        return max(1, at_most_quota(int(threads) * local_world_size) // local_world_size)
+        return _of_quota(int(threads), local_world_size)
     return asked
 
 

@@ -135,8 +135,8 @@ def _import_data(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         path = adopt_tokenizer(tokenizer, args.data_dir)
         print(
             f"import: wrote the tokenizer to {path}. {args.from_nanochat} has no shards; to make some with "
-            f"this tokenizer: python -m trainer prepare --source FOLDER --out {quoted(args.data_dir)} "
-            f"--tokenizer {quoted(path.parent)}"
+            f"this tokenizer: python -m trainer prepare --source FOLDER --out {_quoted(args.data_dir)} "
+            f"--tokenizer {_quoted(path.parent)}"
         )
         return
     done = adopt_shards(args.from_nanochat, tokenizer, args.data_dir)
@@ -162,8 +162,8 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     if done.config.stage == SFT:
         print("import: to fine-tune it further, on the conversations in CHATS (a new run):")
         print(
-            f"  python -m trainer train --stage {SFT} --from-checkpoint {quoted(done.path)} --data-dir CHATS "
-            "--run-dir NEW"
+            f"  python -m trainer train --stage {SFT} --from-checkpoint {_quoted(done.path)} "
+            "--data-dir CHATS --run-dir NEW"
         )
     elif not args.restart and pair.step >= (last := _steps_of(done.config, tokenizer)):
         print(
@@ -177,10 +177,10 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             "import: to train it, "
             + ("with these settings and any others:" if args.restart else "with exactly these settings:")
         )
-        data = quoted(args.data_dir) if args.data_dir else "DATA"
-        print(f"  python -m trainer train --data-dir {data} --run-dir {quoted(args.run_dir)} {settings}")
+        data = _quoted(args.data_dir) if args.data_dir else "DATA"
+        print(f"  python -m trainer train --data-dir {data} --run-dir {_quoted(args.run_dir)} {settings}")
     print("import: to generate text:")
-    print(f'  python -m trainer sample --checkpoint {quoted(done.path)} --prompt "The "')
+    print(f'  python -m trainer sample --checkpoint {_quoted(done.path)} --prompt "The "')
 
 
 def _steps_of(config: RunConfig, tokenizer: Tokenizer) -> int:
@@ -190,7 +190,7 @@ def _steps_of(config: RunConfig, tokenizer: Tokenizer) -> int:
     return make_plan(config, tokenizer.vocab_size, 1).num_iterations
 
 
-def quoted(path: Path) -> str:
+def _quoted(path: Path) -> str:
     """A path, quoted for a shell command."""
     return shlex.quote(str(path))
 
