@@ -181,7 +181,8 @@ def _data(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) ->
 def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     """Findings about hosts whose torch, trainer or environment differs from that of most hosts.
 
-    If two hosts differ from each other, the first is taken to be right.
+    If two hosts differ from each other, the first is taken to be right. If the trainer of every host differs
+    from that of the controller, one finding names all hosts, and there is no other.
     """
     found: list[Finding] = []
     installed = {host: each["installed"] for host, each in measured.items() if each["installed"]}
@@ -193,7 +194,7 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
         )
         found.append(finding("NF510", ", ".join(installed), problem, SETUP))
     for field, title in FIELDS.items():
-        reported = {each["host"] for each in found}
+        reported = {host for each in found for host in each["host"].split(", ")}
         kinds = by_kind({host: each for host, each in installed.items() if host not in reported}, field)
         for group in kinds:
             values = {host: value[:12] for host, value in group.items()}

@@ -6,7 +6,7 @@ file system: a disk that returns other bytes than were written.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -44,13 +44,16 @@ class Digests:
     def save(self) -> None:
         """Write the JSON file, with the files for which `sha256` was called.
 
-        If the user may not write the JSON file, nothing happens.
+        If the user may not write the JSON file, or the file system is read-only, nothing happens.
         """
         if self.kept == self.known:
             return
         # Without the file the next comparison only takes longer.
-        with contextlib.suppress(PermissionError):
+        try:
             write_whole(str(self.path), json.dumps(self.kept))
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
 
 
 def folder_digest(folder: Path) -> dict[str, Any]:

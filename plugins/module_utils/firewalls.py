@@ -176,13 +176,25 @@ def holds_address(written: str, address: str) -> bool:
 def holds_port(written: str, low: int, high: int) -> bool:
     """Whether the port condition of a rule (`written`) includes a port from low to high.
 
-    written: ports and ranges LOW:HIGH or LOW-HIGH, separated by commas; "" for any port. With `!` in front:
-    all ports except these.
+    written: ports and ranges LOW:HIGH or LOW-HIGH, separated by commas, or a comparison such as >=1024; ""
+    for any port. With `!` in front: all ports except these.
     """
     excludes = written.startswith("!")
-    bounds = [[int(number) for number in re.findall(r"\d+", part)] for part in written.split(",")]
+    spans = [_span(part) for part in written.split(",")]
 
     def is_listed(port: int) -> bool:
-        return any(each and each[0] <= port <= each[-1] for each in bounds)
+        return any(first <= port <= last for first, last in spans)
 
     return not written or any(is_listed(port) != excludes for port in range(low, high + 1))
+
+
+def _span(part: str) -> tuple[int, int]:
+    """The first and the last port of a port, a range or a comparison; (1, 0) if it has no number."""
+    numbers = [int(number) for number in re.findall(r"\d+", part)]
+    if not numbers:
+        return 1, 0
+    if part.startswith(">"):
+        return numbers[0] + ("=" not in part), 65535
+    if part.startswith("<"):
+        return 0, numbers[0] - ("=" not in part)
+    return numbers[0], numbers[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Probes the path to a peer: open ports, who answers, round-trip time, path MTU, rate.
+"""Probes the path to a peer: open ports, the host and program that answer, round-trip time, path MTU, rate.
 
 The peer runs peer_listener. Every probe is TCP to a port that a run uses, because firewalls and broken paths
 may treat other traffic differently. Standard library only.
@@ -44,7 +44,7 @@ class NoAnswerError(TimeoutError):
 class PeerPath:
     """The path from this host to a peer on which a listener (peer_listener) runs.
 
-    host, address: name and address of the peer. token: the secret of the check, which both ends know.
+    host, address: name and address of the peer. token: the secret that this host and the listener share.
     connect_seconds: the longest wait for a connection.
     """
 
@@ -85,8 +85,8 @@ class PeerPath:
 
         state: open; refused; filtered (no answer at all); unreachable (the network reports it); silent
         (connected, but no data); misrouted (another host answers, which `detail` names); foreign (another
-        program answers). detail: in other states, the error message or "". ms: milliseconds until the answer
-        or the error. seen: address of this host as the peer sees it; "" if unknown.
+        program answers). detail: in states other than misrouted, the error message or "". ms: milliseconds
+        until the answer or the error. seen: address of this host as the peer sees it; "" if unknown.
         """
         started = time.monotonic()
         found: dict[str, Any] = {"state": "open", "detail": "", "seen": ""}
@@ -165,7 +165,7 @@ class PeerPath:
         if arrived:
             return {"sent": sent, "passes": min(sent, after), "swallowed": False}
         smaller = [size for size in PACKETS if size < sent]
-        with ThreadPoolExecutor(len(smaller)) as pool:
+        with ThreadPoolExecutor(len(PACKETS)) as pool:
             results = list(pool.map(lambda size: self._try_packet(port, size), smaller))
         return {"sent": sent, "passes": max(results, default=0), "swallowed": True}
 

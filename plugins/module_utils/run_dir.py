@@ -133,6 +133,14 @@ def links(run_dir: str) -> dict[str, str]:
     return found
 
 
+def _modified(path: str) -> float:
+    """The Unix time of the last write of a file; 0.0 if it has been deleted since its name was read."""
+    try:
+        return os.lstat(path).st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
     """The runs of this host as dicts, the last written first; at most 20. [] if this user may not read them.
 
@@ -146,7 +154,7 @@ def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
         if os.path.exists(os.path.join(run_dir, "run.json")):
             # The last written file counts: a resumed run is newer than one that was started after it.
             written = [os.path.join(run_dir, each) for each in names_in(run_dir) if each.endswith(".json")]
-            found.append((max(os.lstat(path).st_mtime for path in written), name))
+            found.append((max(map(_modified, written)), name))
     runs = []
     for moment, run_id in sorted(found, reverse=True)[:20]:
         run_dir = os.path.join(runs_dir, run_id)

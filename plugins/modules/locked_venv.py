@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import zipfile
@@ -65,15 +66,21 @@ def in_use(venv: Path) -> bool:
     return False
 
 
-def command(arguments: list[str], what: str, folder: Path | str, **environment: str) -> None:
-    """Run a command in `folder`. Raises ValueError if its exit status is not 0.
+class CrashedError(ValueError):
+    """Raised for a command that a signal has ended."""
 
-    what: what has failed then; the error message is this text and the last lines of the command's output.
-    environment: more variables for the command. There is no default for `folder`, because the present folder
-    may be the home of the login user.
+
+def command(arguments: list[str], what: str, folder: Path | str, **environment: str) -> None:
+    """Run a command in `folder`. Raises ValueError if its exit status is not 0, CrashedError for a signal.
+
+    what: the first part of the error message, such as "uv could not install the wheelhouse"; the last six
+    lines of the command's output follow it. environment: more variables for the command. There is no default
+    for `folder`, because the present folder may be the home of the login user.
     """
     merged = {**os.environ, **environment}
     result = subprocess.run(arguments, capture_output=True, text=True, env=merged, cwd=folder)
+    if result.returncode < 0:
+        raise CrashedError(f"{what}: the command was ended by {signal.Signals(-result.returncode).name}.")
     if result.returncode != 0:
         lines = (result.stderr or result.stdout).strip().splitlines() or [f"exit status {result.returncode}"]
         raise ValueError(f"{what}: {' '.join(line.strip() for line in lines[-6:])}")
@@ -108,10 +115,17 @@ def build(p: dict[str, Any], venv: Path) -> None:
         settings = {"UV_CACHE_DIR": f"{scratch}/cache", "UV_NO_CONFIG": "1", "UV_OFFLINE": "1"}
         settings |= {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
         make = [str(uv), "venv", "--quiet", "--python", p["python"], str(venv)]
-        command(make, f"No environment could be made on {p['python']}", scratch, **settings)
         install = [str(uv), "pip", "install", "--quiet", "--python", f"{venv}/bin/python", "--no-index"]
         install += ["--find-links", str(wheels), "--require-hashes", "--no-deps", "-r", str(lock)]
-        command(install, "uv could not install the wheelhouse", scratch, **settings)
+        for is_last in (False, True):
+            try:
+                command(make, f"No environment could be made on {p['python']}", scratch, **settings)
+                command(install, "uv could not install the wheelhouse", scratch, **settings)
+                break
+            except CrashedError as error:  # seen with uv 0.13.8: SIGSEGV, once in hundreds of installations
+                if is_last:
+                    raise ValueError(f"{error} Run the playbook again.") from None
+                shutil.rmtree(venv, ignore_errors=True)
         check = [str(uv), "pip", "check", "--quiet", "--python", f"{venv}/bin/python"]
         command(check, "The locked packages do not fit together", scratch, **settings)
     for name in p["imports"] or []:

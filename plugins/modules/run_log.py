@@ -47,7 +47,7 @@ RANK = re.compile(r"^\[rank (\d+)\] ?")
 
 
 def since_words(given: Any) -> str:
-    """The setting `since` in the syntax of journalctl's --since: 10min and 2h count back from now.
+    """The setting `since` in the syntax of journalctl's --since. A span such as 10min counts back from now.
 
     given: the setting, such as 10min or "2026-11-21 14:05"; "" for none. Raises ValueError for anything that
     is neither a span nor a moment.
@@ -57,7 +57,7 @@ def since_words(given: Any) -> str:
         return ""
     if span := SPAN.fullmatch(text):
         return f"-{span[1]}{span[2]}"
-    if MOMENT.fullmatch(text):
+    if MOMENT.fullmatch(text) and text != "T":
         return text.replace("T", " ")
     raise ValueError(
         f"since={text} is not a time. "
@@ -132,7 +132,7 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
     """Read the log of a run once; returns the result of the module. params: options of the module.
 
     Keys of the result:
-    lines: the newest lines (see `line_of`), params["lines"] at most. error: the first error, as lines.
+    lines: the newest lines (see `line_of`), params["lines"] at most. error: the result of `error_of`.
     cursor: position of the last line in the journal or in train.log, for the next reading.
     source: "journal", or "file" if the lines are those of train.log.
     ended: whether the unit of the run is neither active nor about to start.

@@ -141,6 +141,9 @@ def test_what_an_extension_does_is_reported_where_nothing_is_done_yet() -> None:
         "The run is extended from 5,000 to 6,000 steps. "
         "The learning rates fall after step 2,101 instead of step 1,751."
     )
+    assert describe_extension(50, 100, 200, warmdown_ratio=0.0) == (
+        "The run is extended from 100 to 200 steps. Its learning rates do not fall at the end."
+    )
 
 
 def test_checkpoints_of_another_run_are_refused_by_its_name(data_dir: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from conftest import Start, losses
 from trainer.config import RunConfig
 from trainer.host.logger import RunLogger
 from trainer.host.numerics import Binding, Numerics, restore_numerics
-from trainer.host.pinning import pin
+from trainer.host.pinning import core_rates, pin
 from trainer.host.rank_env import RankEnv
 from trainer.host.topology import Candidate, Cpu, Topology, cpu_list
 from trainer.placement import rank_threads, threads
@@ -268,6 +268,24 @@ def test_the_nodes_compute_at_the_same_time_each_on_its_processors() -> None:
     assert sorted(map(min, seen)) == ALLOWED[:2]
     assert all(len(cpus) == 1 for cpus in seen)
     assert os.sched_getaffinity(0) == set(ALLOWED)
+
+
+@needs_two
+def test_a_node_without_memory_ends_the_measurement_of_all() -> None:
+    made: list[int] = []
+
+    def make_work() -> Callable[[], object]:
+        made.append(1)
+        if len(made) == 2:
+            raise MemoryError("no memory on this node")
+        return lambda: None
+
+    with pytest.raises(MemoryError, match="no memory on this node"):
+        seconds_at_once([frozenset({number}) for number in ALLOWED[:2]], make_work)
+
+
+def test_a_processor_that_is_not_allowed_has_no_speed() -> None:
+    assert core_rates([ALLOWED[0], 4095], seconds=0.05) == {ALLOWED[0]: 1.0, 4095: 0.0}
 
 
 @needs_two

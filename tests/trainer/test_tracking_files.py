@@ -24,10 +24,11 @@ from trainer.host.rank_env import RankEnv
 from trainer.run_plan import make_plan
 from trainer.tracking import files
 from trainer.tracking.files import Cursor, Facts, JsonLines, NewLines
-from trainer.tracking.mlflow_run import is_server, reason, shown_uri
+from trainer.tracking.mlflow_run import FiguresRejectedError, is_server, reason, shown_uri
 from trainer.tracking.names import METRICS, clean_key, metric_of
 from trainer.tracking.plots import POINTS, make_plots, read_series
 from trainer.tracking.reporter import Reporter, StepCost
+from trainer.tracking.sender import Sender
 from trainer.tracking.system import SystemSampler
 from trainer.tracking.tracker import Tracker
 
@@ -78,6 +79,42 @@ def test_on_a_full_disk_lines_remain(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lines.drop_after(3)
     lines.write(4, {"loss": 2.0}, time=0.0)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 4]
+
+
+def test_lines_that_a_full_disk_kept_are_dropped_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        lines.write(step, {"loss": 1.0}, time=0.0)
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(files, "write_whole", fails)
+        lines.drop_after(3)
+    lines.drop_after(3)
+    assert (lines.last_step, JsonLines(tmp_path / "metrics.jsonl").last_step) == (3, 3)
+
+
+def test_refused_figures_do_not_count_as_sent(tmp_path: Path) -> None:
+    class Refusing:
+        def log(self, points: list[object]) -> None:
+            raise FiguresRejectedError("the name is too long")
+
+    FACTS.save(tmp_path)
+    reports: list[dict[str, object]] = []
+    sender = Sender(tmp_path, "http://127.0.0.1:9", 1.0, reports.append)
+    sender._send_lines(Refusing(), [{"step": 1, "loss": 3.0, "time": 1.0}])  # type: ignore[arg-type]
+    assert [report["sent"] for report in reports if "sent" in report] == [0]
+    assert "refuses figures of step 1: the name is too long" in str(reports[0]["log"])
+
+
+def test_facts_that_are_no_object_are_refused(tmp_path: Path) -> None:
+    (tmp_path / files.FACTS).write_text("[]")
+    with pytest.raises(ValueError, match="not a JSON object"):
+        Facts.load(tmp_path)
 
 
 def test_a_host_that_returns_takes_what_its_last_step_lacks(tmp_path: Path) -> None:

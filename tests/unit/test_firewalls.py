@@ -325,6 +325,11 @@ def test_each_firewall_has_its_own_command() -> None:
         ("!22", 22, 22, False),
         ("!22", 20, 30, True),
         ("!20:30", 22, 25, False),
+        (">=1024", 29500, 29500, True),
+        (">1023", 1000, 1023, False),
+        ("<=1023", 1023, 2000, True),
+        ("<1024", 1024, 29500, False),
+        ("@trusted", 22, 22, False),
     ],
 )
 def test_a_port_condition_holds_if_it_has_one_of_the_ports(

@@ -196,6 +196,15 @@ def test_a_resumed_run_is_newer_than_one_made_after_it(tmp_path):
     assert [run["run_id"] for run in run_dir_facts.known_runs(str(tmp_path), [])] == ["older", "newer"]
 
 
+def test_a_file_may_vanish_while_runs_are_listed(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "run.json").write_text("{}")
+    os.utime(tmp_path / "a" / "run.json", (7, 7))
+    names_in = run_dir_facts.names_in
+    monkeypatch.setattr(run_dir_facts, "names_in", lambda folder: [*names_in(folder), "heartbeat-0.json"])
+    assert [(run["run_id"], run["time"]) for run in run_dir_facts.known_runs(str(tmp_path), [])] == [("a", 7)]
+
+
 def test_without_root_both_systemds_are_asked_and_only_ones_own_processes_count(
     systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,26 @@ def test_what_is_run_and_installed_are_copies_that_were_checked(
     assert not list(Path(host["venvs"]).glob(".*")), "the copies are removed"
 
 
+@pytest.mark.parametrize("crashes", [1, 2])
+def test_an_installation_that_crashes_is_repeated_once(
+    host: dict[str, Any], monkeypatch: pytest.MonkeyPatch, crashes: int
+) -> None:
+    run, left = locked_venv.command, [*range(crashes)]
+
+    def crash_first(arguments: list[str], *rest: Any, **settings: str) -> None:
+        run(arguments, *rest, **settings)
+        if "install" in arguments and left:
+            left.pop()
+            run(["sh", "-c", "kill -SEGV $$"], *rest)
+
+    monkeypatch.setattr(locked_venv, "command", crash_first)
+    if crashes == 1:
+        assert locked_venv.run(host, False)["versions"] == {"alpha": "1.0", "beta": "2.0"}
+    else:
+        with pytest.raises(ValueError, match=r"the wheelhouse: .* ended by SIGSEGV\. Run the playbook again"):
+            locked_venv.run(host, False)
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_staged_link_or_pipe_is_not_read(host: dict[str, Any], kind: str, tmp_path: Path) -> None:
     wheel = next(Path(host["wheelhouse"]).glob("beta-*"))

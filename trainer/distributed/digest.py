@@ -70,7 +70,7 @@ class ParameterCheck:
 
     If they differ, each rank writes its digests to digests-<rank>.json in its run directory. A later attempt
     that resumes from a checkpoint before that step computes the parameters again and compares them with the
-    file: this shows which rank was wrong.
+    file: this shows which rank was wrong. The attribute `recheck_at` is that step; 0 if there is none.
     """
 
     def __init__(self, group: Collectives, model: nn.Module, run_dir: Path) -> None:
@@ -145,6 +145,8 @@ class ParameterCheck:
         what = f"Step {self.recheck_at}, after which the parameters once differed, is computed again"
         if len(wrong) == self._group.world_size:
             return f"{what}: all ranks have other values now, so it is unknown which of them was wrong."
+        if not wrong:
+            return f"{what}: the ranks have the values that they had then. The one that differed is gone."
         who = "; ".join(f"{peer} had other values then, in {_some(names)}" for peer, names in wrong)
         return f"{what}: {who}. {REMEDY}"
 

@@ -32,7 +32,8 @@ def pin(cpus: Iterable[int], threads: int = 0) -> None:
     """Bind all threads of this process to the logical processors `cpus`, and set torch's number of threads.
 
     cpus: numbers of the processors. threads: torch's number of threads; 0: one for each processor. Threads
-    that start later inherit the binding. Raises OSError if a processor does not exist or is not allowed.
+    that start later inherit the binding. The kernel ignores a processor that does not exist or is not
+    allowed; raises OSError if no processor is left.
     """
     numbers = set(cpus)
     for thread in THREADS.iterdir():
@@ -56,27 +57,31 @@ def pinned(cpus: Iterable[int]) -> Iterator[None]:
         pin(before, threads)
 
 
-def bound_to(cpus: Iterable[int], work: Callable[..., object], *args: object) -> None:
-    """Bind the calling thread to the logical processors `cpus`, then call `work(*args)` on that thread.
+def bound_to(cpus: Iterable[int], work: Callable[[], float]) -> float:
+    """Bind the calling thread to the logical processors `cpus`, then return `work()`, called on that thread.
 
     Only the calling thread is bound. Threads that `work` starts inherit the binding. The binding is not
     removed when `work` returns.
     """
     os.sched_setaffinity(threading.get_native_id(), set(cpus))
-    work(*args)
+    return work()
 
 
 def core_rates(cpus: Sequence[int], seconds: float = PROBE_SECONDS) -> dict[int, float]:
     """The speed of each logical processor in `cpus`, relative to the fastest one: {number: 0 to 1}.
 
     All are measured at the same time, for `seconds` seconds. Other load and CPU quotas count: a processor
-    that another process keeps busy has about half its speed.
+    that another process keeps busy has about half its speed; one to which this process is not allowed has 0.
     """
     done, text = dict.fromkeys(cpus, 0), bytes(PROBE_BYTES * len(cpus))
     barrier = threading.Barrier(len(cpus))
 
     def work(cpu: int) -> None:
-        os.sched_setaffinity(threading.get_native_id(), {cpu})
+        try:
+            os.sched_setaffinity(threading.get_native_id(), {cpu})
+        except OSError:  # taken from this process meanwhile: speed 0
+            barrier.wait()
+            return
         barrier.wait()
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:

@@ -1,7 +1,8 @@
 """Schedules of learning rates and of Muon's momentum and weight decay; scaling with batch and model size.
 
-"Scaling parameters" are the transformer matrices plus lm_head (`trainer.model.gpt.scaling_params`). The
-reference model, which the base rates were tuned on, has depth 12 and the same vocabulary and head width.
+"Scaling parameters" are the transformer matrices plus lm_head (`trainer.model.gpt.scaling_params`). The base
+rates were tuned on a model of depth 12. The "reference model" is a model of this depth with the vocabulary,
+aspect_ratio and head_dim of the run's own model.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def describe_extension(
     warmdown_ratio: float = 0.65,
     final_lr_frac: float = 0.05,
 ) -> str:
-    """A sentence on how the learning rates change if a run is extended from `before` to `now` steps.
+    """A message on how the learning rates change if a run is extended from `before` to `now` steps.
 
     step: the number of completed steps. warmup_steps, warmdown_ratio, final_lr_frac: see `lr_multiplier`.
     """
@@ -99,10 +100,10 @@ def describe_extension(
         return lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
 
     full_before, full_now = (n - round(warmdown_ratio * n) + 1 for n in (before, now))
-    sentence = (
-        f"The run is extended from {before:,} to {now:,} steps. "
-        f"The learning rates fall after step {full_now:,} instead of step {full_before:,}."
-    )
+    sentence = f"The run is extended from {before:,} to {now:,} steps."
+    if not round(warmdown_ratio * now):
+        return sentence + " Its learning rates do not fall at the end."
+    sentence += f" The learning rates fall after step {full_now:,} instead of step {full_before:,}."
     if step:
         sentence += (
             f" Step {step + 1:,} has {rate(step, now):.2f} times the full learning rates; step {step:,} had "

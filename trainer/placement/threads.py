@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,24 +205,31 @@ def seconds_at_once(sets: Sequence[frozenset[int]], make_work: Callable[[], Call
     sets: sets of processors, equally large. make_work: returns the function to time, such as the result of
     `layer_work`. It is called once for each set, on a thread that is bound to the set, so that its tensors
     are in the memory of that NUMA node. Each of these threads computes with its own team of torch threads.
+    Raises what `make_work` or its result raises, and OSError if a set has no processor of this process.
     """
-    seconds = [0.0] * len(sets)
     ready = threading.Barrier(len(sets))
 
-    def run(number: int) -> None:
+    def run() -> float:
         work = make_work()  # its tensors are in the memory of this node
         work()
         ready.wait()
-        seconds[number] = _seconds_of(work, math.inf)
+        return _seconds_of(work, math.inf)
+
+    def team(cpus: frozenset[int]) -> float:
+        try:
+            return bound_to(cpus, run)
+        except BaseException:
+            ready.abort()  # else the other teams would wait for this one
+            raise
 
     before = torch.get_num_threads()
     torch.set_num_threads(len(sets[0]))
     try:
-        teams = [threading.Thread(target=bound_to, args=(cpus, run, n)) for n, cpus in enumerate(sets)]
-        for team in teams:
-            team.start()
-        for team in teams:
-            team.join()
+        with ThreadPoolExecutor(len(sets)) as pool:
+            teams = [pool.submit(team, cpus) for cpus in sets]
     finally:
         torch.set_num_threads(before)
-    return max(seconds)
+    errors = [error for each in teams if (error := each.exception())]
+    if errors:  # the other teams have a BrokenBarrierError
+        raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+    return max(each.result() for each in teams)

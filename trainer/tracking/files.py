@@ -62,6 +62,8 @@ class Facts:
             return cls(str(raw["run_id"]), str(raw["digest"]), params, tags, experiment)
         except (KeyError, TypeError) as error:
             raise ValueError(f"it lacks {error}") from None
+        except AttributeError:
+            raise ValueError("it is not a JSON object") from None
 
 
 @dataclass
@@ -155,14 +157,15 @@ class JsonLines:
         """Replace the file by one without the lines after `last_step` and without an incomplete last line."""
         written = self._path.read_bytes() if self._path.exists() else b""
         lines = (written + self._unwritten).splitlines(keepends=True)
-        self.last_step = -1
+        last = -1
         while lines:
             line = parse(lines[-1])
             if line and line["step"] <= last_step:
-                self.last_step = int(line["step"])
+                last = int(line["step"])
                 break
             lines.pop()
         write_whole(self._path, b"".join(lines))
+        self.last_step = last
         self._unwritten.clear()
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:

@@ -8,7 +8,7 @@ input; an end of file without it means that rank 0 has died. The sender writes J
 
 {"log": text}             a line for the log
 {"unavailable": true}     the server does not answer; false: it answers again
-{"sent": n}               n figures were sent; 0: a file was sent or plots are drawn. It shows progress
+{"sent": n}               n figures were sent; 0: a file was sent, figures were refused, or plots are drawn
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Sender:
 
         uri: address of the server. patience: time-out of a request in seconds, and the shortest lag that is
         reported (see `report_lag`). report: called with each message, a dict as at the top of this file.
+        Raises OSError or ValueError if facts.json cannot be read.
         """
         self.run_dir, self.uri, self.report = run_dir, uri, report
         self.facts = Facts.load(run_dir)
@@ -131,7 +132,7 @@ class Sender:
             work()
 
     def report_lag(self) -> None:
-        """Report a lag: that the server has lacked figures for more than `patience` seconds.
+        """Report a lag if the server has lacked figures for `patience` seconds (see `__init__`) or longer.
 
         The report is repeated every REMIND_SECONDS.
         """
@@ -187,15 +188,16 @@ class Sender:
             for name, value in self.cursor.new_points(line).items()
         ]
         for start in range(0, len(points), BATCH_METRICS):
-            batch = points[start : start + BATCH_METRICS]
+            batch, sent = points[start : start + BATCH_METRICS], 0
             try:
                 run.log(batch)
+                sent = len(batch)
             except FiguresRejectedError as error:
                 text = f"The tracker refuses figures of step {batch[0][3]}: {error}."
                 self.report({"log": f"{text} They are in {files.METRICS} only."})
             self.cursor.steps.update({name: step for name, _, _, step in batch})
             self.cursor.save(self.run_dir)
-            self.report({"sent": len(batch)})
+            self.report({"sent": sent})
 
     def _put_files(self, run: MlflowRun, paths: Iterable[Path]) -> None:
         for path in sorted(paths):
