@@ -21,7 +21,7 @@ from benchmarks.record import RECORDED, ROOT, origin, write
 
 RECORD = RECORDED / "assistant.json"
 PICTURE = ROOT / "docs" / "assets" / "assistant.png"
-# The first half is asked in the conversations, the second one in other words or not at all.
+# The first half occurs in the conversations of the fine-tuning, the second half in other words or not at all.
 QUESTIONS = (
     "What is the module json for?",
     "What is a generator?",

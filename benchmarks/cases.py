@@ -1,7 +1,9 @@
 """The benchmark cases of `make bench`: their names, the state of the lab for each, and their duration.
 
-The name of a case is KIND-TOKENS-FORMAT[-SHARES][-on-HOST], as in bench.yml. Cases of the kind `single` are
-single-host baselines. With `idle/` before its name, a baseline is measured while the other host is idle.
+The name of a case is KIND-TOKENS-FORMAT[-SHARES][-on-HOST], as in bench.yml. KIND is a sync mode, `ddp`
+(plain DDP) or `single` (a single-host baseline), TOKENS the tokens in a step, FORMAT the dtype, and SHARES
+the batch split. With `idle/` before its name, a baseline is measured while the other host is idle. The cases
+host-FORMAT measure one process on this machine, without the lab.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ class Group:
     """Cases that are measured one after the other on the same state of the lab.
 
     name: the name of the group. link: the rate of the network, such as 100mbit. cases: the names of the
-    cases, in their order. takes: baselines whose results are copied from the first group, not measured again.
-    slow_second: whether the second host gets only the share A_THIRD of a core. depth: depth of the model.
+    cases, in their order; {slow} in a name stands for the second host. takes: baselines whose results are
+    copied from the first group, not measured again. slow_second: whether the second host gets only the share
+    A_THIRD of a core. depth: depth of the model.
     """
 
     name: str
@@ -87,13 +90,13 @@ def plain(case: str) -> str:
 def has_neighbour(case: str) -> bool:
     """Whether the other host trains a model of its own while the case is measured.
 
-    True for single-host baselines, unless their names have `idle/` or a host.
+    True for single-host baselines, unless their names begin with `idle/` or contain `-on-HOST`.
     """
     return case.startswith("single") and "-on-" not in case
 
 
 def kind_of(case: str) -> tuple[int, str, str]:
-    """What must be equal in cases that are measured together, as (steps, folder, dtype).
+    """(steps, folder, dtype) of a case; cases are measured in one run of bench.yml only if these are equal.
 
     steps: the number of steps. folder: `idle/` or "". dtype: the number format in which the other host trains
     meanwhile, "" if it does not train.

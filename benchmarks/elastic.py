@@ -134,7 +134,7 @@ def medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def copies(lab: Lab) -> dict[str, float]:
-    """Figures of the copies of the training state that the ranks of an elastic run have made.
+    """Figures of the copies of the training state that the rank on one host, lab.observer, has made.
 
     copies: the number of copies. pause_seconds: the median pause of training for a copy. state_bytes: the
     mean size of a checkpoint in bytes.

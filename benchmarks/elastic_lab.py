@@ -1,4 +1,4 @@
-"""The hosts of a lab on which an elastic run trains, and what happens to them.
+"""The hosts of a lab on which a run trains, and events on these hosts, such as a power cut.
 
     lab = Lab("NAME", 3, Path("data"), "first")      # the run `first` trains there
     planted, fixed = events(lab, 3)[0].happen(lab)   # the rank of host 3 is killed
@@ -169,7 +169,7 @@ class Event:
 
 
 def events(lab: Lab, host: int) -> list[Event]:
-    """The events that can happen to a host, except that of `leave`. host: the number of the host."""
+    """The events that a benchmark can cause on a host, without the one of `leave`. host: its number."""
     name, unit = lab.host(host), f"nanofleet-{lab.run_id}"
     gateway = lab.inside(host, "ip -4 route show default").split()[2]
     starts = f"systemctl reset-failed {unit}; systemctl start nanofleet@{lab.run_id}"

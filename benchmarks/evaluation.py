@@ -10,7 +10,8 @@ NAME is a lab of two or more hosts that setup.yml has set up with the same data:
 CORE is the metric of DCLM over tasks of several types. Trains a model of depth 4 for a few steps, then
 evaluates it --repeats times on one host and on two, in turn. The tasks are written for this benchmark: one of
 each type, with random words as texts, which take the same time as real texts. While one host evaluates alone,
-the other host is idle. Prints a table and writes evaluation.json to OUT.
+the other host is idle. Prints a table and writes evaluation.json to OUT. The exit code is 1 if two hosts are
+less than TARGET times as fast as one.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def estimated(case: Case, coordinates: bool) -> float:
 
 
 def table(content: Mapping[str, Any]) -> str:
-    """The Markdown table. content: that of memory.json."""
+    """The Markdown table of measured and estimated memory. content: that of memory.json."""
     lines = []
     for row in content["cases"]:
         cells = [f"{row['first']:.2f}", difference(row["first_estimated"], row["first"])]
@@ -118,7 +118,7 @@ def block(content: Mapping[str, Any]) -> str:
 
 
 def difference(estimate: float, measured: float) -> str:
-    """For example "4.70 (+8 %)"."""
+    """The estimate in GiB, and how far it is above the measured value, as text: "4.70 (+8 %)"."""
     return f"{estimate:.2f} ({100 * (estimate / measured - 1):+.0f} %)"
 
 

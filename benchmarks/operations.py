@@ -45,7 +45,10 @@ def step(model: GPT, sync: SyncMode, tokens: torch.Tensor) -> None:
 
 
 def table(model: GPT, dtype: torch.dtype, rows: int, steps: int) -> str:
-    """The table of one number format, and the sentence on the share that is in reach, as Markdown."""
+    """Train in one dtype; returns a Markdown table of the slowest operations, and text on the roofline limit.
+
+    rows: the number of sequences in a step. steps: the number of timed steps.
+    """
     optimizer = build_optimizer(model, 0.0, 0.0, 0.0, 0.0, 0.0)
     model.compute_dtype = optimizer.compute_dtype = dtype
     optimizer.set_schedule(1.0, 0.95, 1.0)

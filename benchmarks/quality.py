@@ -37,7 +37,7 @@ SETTLED = 0.5  # fraction of the run after which differences count
 class Kind(NamedTuple):
     """A kind of run that is compared.
 
-    ranks: the number of ranks. parts: relative numbers of rows of the ranks. sync: the sync mode.
+    ranks: the number of ranks. parts: the batch split, as relative rows of each rank. sync: the sync mode.
     """
 
     ranks: int

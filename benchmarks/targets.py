@@ -11,7 +11,8 @@ from typing import Any
 from trainer.bench.text import percent
 from trainer.formatting import counted, markdown_table
 
-# Target share of the roofline limit, without AMX and with it; and the least one of a baseline that counts.
+# Target share of the roofline limit, without AMX and with it; and the least share that a single-host baseline
+# must reach so that a ratio to it counts.
 HOST_LIMIT = {"float32": 0.92, "bfloat16": 0.78}
 AMX_LIMIT = {"float32": 0.92, "bfloat16": 0.60}
 BASELINE_LIMIT = {"float32": 0.83, "bfloat16": 0.60}
@@ -137,7 +138,7 @@ def verdict(
 def prediction_line(rows: Iterable[dict[str, Any]]) -> str:
     """A sentence on how far the predicted steps are from the measured ones; "" without a prediction.
 
-    rows: of the report, with predicted_seconds (None without a prediction) and step_seconds.
+    rows: dicts, one for each case, with predicted_seconds (None without a prediction) and step_seconds.
     """
     predicted = [row for row in rows if row.get("predicted_seconds")]
     errors = sorted(row["predicted_seconds"] / row["step_seconds"] - 1 for row in predicted)
@@ -159,7 +160,8 @@ def relative_gemm_rate(
 
     This quotient shows whether the machine was equally fast in both measurements. The rate of a rank is the
     best of its measurements, because ranks on one machine that measure at the same time slow each other down.
-    The slowest rank counts; with `slow_second`, rank 0.
+    The slowest rank counts; with `slow_second`, rank 0. result: the result of the case. results: the results
+    of all cases of its group, among which the baseline is.
     """
     ranks = result["ranks"][:1] if slow_second else result["ranks"]
     rate = min(_best(rank) for rank in ranks)

@@ -14,4 +14,4 @@ CACHE = ROOT / ".cache"
 
 
 class FleetError(Exception):
-    """Raised for an error that a person can fix. The message names the problem, its place and the remedy."""
+    """Raised for an error that a person can fix. The message has the problem and the remedy."""

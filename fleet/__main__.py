@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_shared(command: argparse.ArgumentParser, run: str, settings: str) -> None:
-    """The options of every command; `run` and `settings` explain two of them."""
+    """Add the options that all commands have. run, settings: the help texts of --run-id and of -e."""
     command.add_argument("--run-id", default="", metavar="ID", help=run)
     command.add_argument("--record", metavar="FILE.svg", help="also write the screen as a picture")
     command.add_argument(

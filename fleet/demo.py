@@ -27,7 +27,7 @@ from fleet.watch import FAILED, FINISHED, RunFollower, close
 from trainer.formatting import duration
 
 FREE_GB = 8
-"""Disk space of the lab's image, of its hosts with a venv each, of the wheels and of the corpus."""
+"""GB of disk space for the lab's image, its hosts with a venv each, the wheels and the corpus."""
 
 _VOCAB_SIZE = 4096
 _SETTINGS = {"sequence_len": 256, "total_batch_size": 4096, "warmup_steps": 10, "eval_tokens": 16384}
@@ -43,7 +43,7 @@ class Demo:
     lab: name of the lab. hosts: number of its hosts.
     run_id: name of the run; "" for the default name.
     extra: `-e` options for the playbooks.
-    chat: whether the demo ends with an exchange with the model.
+    chat: whether the demo fine-tunes the trained model on conversations and asks it questions.
     """
 
     corpus: str | None = None
@@ -69,7 +69,7 @@ class Demo:
 
     @property
     def folder(self) -> Path:
-        """The folder of the demo's text and conversations. Demos on other labs have others."""
+        """The folder of the demo's data and conversations; each lab has its own folder."""
         return CACHE / "demo" if self.lab == "lab" else CACHE / "demo" / self.lab
 
     @property

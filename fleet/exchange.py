@@ -18,7 +18,7 @@ from trainer.data.corpus import SHARDS, read_manifest
 from trainer.data.sources import shard_texts
 
 CONVERSATIONS = 1000
-"""The most conversations that are made: an epoch of a minute or so."""
+"""The most conversations that are made. One epoch of fine-tuning on them takes about a minute."""
 HELD_OUT = 2
 """The number of conversations that are not used for fine-tuning; their questions are asked at the end."""
 ASKED = "How does this sentence continue? "

@@ -31,7 +31,7 @@ PLAIN_SECONDS, STILL_SECONDS = 5.0, 30.0
 ATTENTION = ("Rebooted:", "Frozen:", "Diagnosis:", "Network:", "Stop:", "No rank")
 """The first words of the status lines that are highlighted."""
 _ATTEMPT = re.compile(r"  \S+ \d\d:\d\d:\d\d  \w+")
-"""The line of an attempt that has ended."""
+"""Matches the status line about an attempt that has ended."""
 
 
 def stage_line(stage: Stage, seconds: float) -> Text:
@@ -153,7 +153,7 @@ def lost_lines(view: RunView) -> list[str]:
 
 
 def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableType:
-    """The report of a run that has ended: outcome, reason, errors, loss curve, a sample, and places.
+    """The report of a run that has ended: outcome, reason, errors, loss curve, generated text, and `places`.
 
     view: the state of the run. places: (name, path or address) of the checkpoint, the log and the tracker.
     """

@@ -1,4 +1,4 @@
-"""The state of a run, combined from the reports of its hosts. It does no output."""
+"""The state of a run, combined from the reports of its hosts. This module prints nothing."""
 
 import json
 from collections.abc import Iterable
@@ -69,7 +69,10 @@ class RunView:
 
     @property
     def unknown(self) -> str:
-        """The message that no host has the run, with the names of the known runs."""
+        """The message that no host has the run.
+
+        It has the names of the known runs if a run was requested by name, else the command that starts a run.
+        """
         run_id = next((state["run_id"] for state in self.states.values() if state.get("run_id")), "")
         if run_id:
             return str(status.no_such_run(self.states, run_id))
@@ -196,7 +199,7 @@ class RunView:
 
 
 def plan(config: dict[str, Any]) -> str:
-    """The settings of a run in a few words: depth, tokens per step, row length.
+    """The settings of a run in a few words: depth, tokens per step, tokens per sequence.
 
     config: {setting: value}. The result is "" if `config` is empty.
     """

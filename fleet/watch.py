@@ -27,14 +27,20 @@ WATCH_TASK = "Watch the run"
 """The task of watch.yml whose results, at each retry, are the reports of the hosts."""
 _RETRY_SECONDS = (2, 5, 10, 20, 30)
 _TRIES, _OVER_TRIES = 20, 3
-"""Most consecutive attempts without an answer, and most queries of a lost host once the others have ended."""
+"""The most consecutive queries that no host answers.
+
+_OVER_TRIES: the most queries of an unreachable host once the run has ended on all other hosts.
+"""
 _SNAPSHOT_AT = 0.6
 _RESTART_WATCH_SECONDS = 20.0
-"""Seconds after which watch.yml is restarted to query hosts that have left the run."""
+"""Seconds after which watch.yml is restarted if it has stopped querying a host.
+
+It stops querying a host that is unreachable, or on which the run has ended.
+"""
 
 
 class _RestartWatchError(Exception):
-    """Ends watch.yml, which is then restarted to query a host that has left the run."""
+    """Raised to end watch.yml, which is then restarted to query all hosts (see _RESTART_WATCH_SECONDS)."""
 
 
 @dataclass
@@ -208,7 +214,7 @@ def close(
 def places(view: RunView, where: str | None, extra: Sequence[str] = ()) -> list[tuple[str, str]]:
     """The places of the checkpoint, the log and the tracker's page, as far as they are known.
 
-    view: the state of the run. where: path of the inventory; None: the inventory in ansible.cfg. extra: `-e`
+    view: the state of the run. where: path of the inventory; None: that of inventory.usual. extra: `-e`
     options, which override variables of the inventory. Returns a list of (name, path or address).
     """
     found = []

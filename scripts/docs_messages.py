@@ -1,4 +1,4 @@
-"""The messages of the checks, read from the sources, for docs/reference/messages.md.
+"""Collects the messages of all checks from the source code, for docs/reference/messages.md.
 
 A message is written in Python as a call of finding(), warning() or doctor_finding(), and in YAML as a text
 that begins with its code, such as `NF601: The data differ. Fix: ansible-playbook setup.yml`.

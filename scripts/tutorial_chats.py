@@ -3,9 +3,9 @@
     python -m scripts.tutorial_chats /usr/share/doc/python3.11-doc/html/_sources > chats.jsonl
 
 The folder has the reStructuredText sources, as the Debian package python3.11-doc installs them. A question is
-made from each entry of the glossary, each synopsis of a module, each documented function, method or class,
-and each heading of the FAQ that ends with a question mark. The answer is the first paragraph that follows.
-See docs/assistant.md.
+made from each entry of the glossary, each synopsis of a module, each documented function, method, class or
+exception, and each heading that ends with a question mark, as in the FAQ. The answer is the first paragraph
+that follows. See docs/assistant.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OBJECT = re.compile(
 )
 TERM = re.compile(r"^ {3}(\S.*)\n((?: {6}\S.*\n)+)", re.M)
 HEADING = re.compile(r"^(\S.*\?)\n[-=~]{4,}\n\n((?:\S.*\n)+)", re.M)
-# What a kind of object is asked.
+# Kind of a documented object -> the question about it.
 QUESTIONS = {
     "function": "What does {name}() do?",
     "method": "What does the method {name}() do?",

@@ -182,9 +182,9 @@ def train(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """`plan`: set up this rank in a temporary directory; rank 0 logs the plan and the predicted step time.
+    """`plan`: set up this rank without training; rank 0 logs a summary of the run and predicted step times.
 
-    args: the parsed options of `plan`. Returns the exit code.
+    The run directory is a temporary one. args: the parsed options of `plan`. Returns the exit code.
     """
     from trainer.health.attempt import Attempt
     from trainer.host.logger import RunLogger, set_up_streams

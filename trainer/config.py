@@ -2,8 +2,8 @@
 
 Each setting belongs to one of three sections. The settings of `identity` define the training: they make up
 the run's digest and cannot change once the run has begun. Those of `horizon` set the number of steps and may
-change when the run is resumed. Those of `runtime` may change at every start: they change results by rounding
-at most.
+change when the run is resumed. Those of `runtime` may change at every start: they change the trained
+parameters by rounding at most. With sync=local, those for elastic runs also decide which ranks contribute.
 
 Run files and checkpoints store all settings and SCHEMA. A release that adds, removes or changes a setting of
 `identity` increases SCHEMA, so that an older release refuses a run that it would train differently; `migrate`
@@ -36,7 +36,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 SYNC_MODES = ("dense", "exact", "fast", "local")
 LOCAL_BITS = (2, 4, 8, 32)
-LOCAL_TOPK = 2048  # above, positions cost more than the bits that they save
+LOCAL_TOPK = 2048  # with more values, sending their positions costs more than leaving out the rest saves
 EXACT_MODES = ("dense", "exact")  # equal sums, in the number format of the run
 NEAR_MODES = ("fast",)  # other rounding; local is another algorithm
 BY_SPEED = "auto"

@@ -1,4 +1,4 @@
-"""The outcomes of an attempt at a run, with the reason for outcome.json and the exit code.
+"""The outcomes of an attempt at a run: exceptions that set an outcome, and the exit code of each outcome.
 
 finished   all steps are done
 stopped    a person stopped the run
@@ -42,11 +42,11 @@ class Final(RunEnd):
 
 
 class TransferToHost(Final):
-    """Ends the attempt on all ranks because one host alone is faster than all ranks together.
+    """Ends the attempt on all ranks because the GPU of one host is faster than all ranks together.
 
-    sentence: the reason. host: the faster host. seconds: predicted seconds of a step on this host. together:
-    predicted seconds of a step on all ranks. table: the predictions as text. outcome.json gets `transfer`, an
-    object with host, seconds, together and table (the predictions).
+    sentence: the reason. host: the host with this GPU. seconds: predicted seconds of a step on this GPU.
+    together: predicted seconds of a step on all ranks. table: the predictions as text. outcome.json gets
+    `transfer`, an object with host, seconds, together and table.
     """
 
     def __init__(self, sentence: str, host: str, seconds: float, together: float, table: str) -> None:

@@ -113,10 +113,10 @@ def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int, epoch: 
 def describe_plan(
     plan: Plan, config: RunConfig, model: GPT, train_rows: int, micro_batches: Sequence[int]
 ) -> str:
-    """The text about the run that rank 0 logs before the first step of an attempt.
+    """A summary of the run as text: shape of the model, parameters, steps, tokens, FLOPs and scales.
 
-    plan, config, model: plan, settings and model of the run. train_rows: rows of the training data.
-    micro_batches: rows of a micro-batch, by rank.
+    Rank 0 logs it before the first step of an attempt. plan, config, model: plan, settings and model of the
+    run. train_rows: rows of the training data. micro_batches: rows of a micro-batch, by rank.
     """
     tokens = plan.total_batch_size * plan.num_iterations
     flops = model.flops_per_token()

@@ -63,8 +63,9 @@ class RunSetup:
     run_file: the run file. data_dir: the data directory. run_dir: the run directory, with the folder
     checkpoints. env: environment of this rank. run_status, watchdog, log: those of this rank.
     Set before `run`:
-    predicts: whether speeds are measured and steps predicted even if neither shares nor sync is auto. On a
-        resume with the same hosts nothing is measured.
+    predicts: whether speeds are measured and steps predicted even if neither shares nor sync is auto. Nothing
+        is measured if the placement is restored from a checkpoint.
+    chooses_library: whether the faster library computes float32 GEMMs, else torch's default.
     trains: whether the ranks train after the setup.
     evaluates_core: whether the ranks evaluate CORE if core_metric_every is set.
     copies_to: name of the host that is chosen first to keep copies of checkpoints; "": hosts in rank order.
@@ -72,7 +73,6 @@ class RunSetup:
     from_checkpoint: on rank 0, the checkpoint that a run of stage sft begins with.
     Set by `run`, for the training loop:
     plan: plan of the run, with the batch split at the first step. data: rows and tokenizer.
-    chooses_library: whether the faster library computes float32 GEMMs, else torch's default.
     core: tasks of CORE, if they are evaluated; else None. options: the devices that this rank can use.
     group: the collectives of the connected ranks.
     numerics: device, number formats and threads of this rank.
@@ -257,7 +257,7 @@ class RunSetup:
         return make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
 
     def _load_and_check(self, options: Options) -> list[consistency.Record]:
-        """Open the data and compare this rank with all ranks; returns their records, by rank.
+        """Open the data and run the consistency check; returns the records that all ranks publish, by rank.
 
         A problem of this rank, such as unusable data, is published in its record and ends all ranks.
         """
@@ -321,9 +321,10 @@ class RunSetup:
     def _decide_placement(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
         """Set the placement: from a checkpoint of the same hosts, else measured if shares or sync is auto.
 
-        It is not restored if shares is auto now and was not at the checkpoint, or the reverse.
-        meta: content of the checkpoint's meta.json. gpu: as for `_begin`. Raises TransferToHost if the GPU of
-        one host is faster than all ranks together and the run can move to that host.
+        It is also measured if `predicts` is True, or if sync=auto has chosen the host of the run. It is not
+        restored if shares is auto now and was not at the checkpoint, or the reverse. meta: content of the
+        checkpoint's meta.json. gpu: as for `_begin`. Raises TransferToHost if the GPU of one host is faster
+        than all ranks together and the run can move to that host.
         """
         config, group = self.config, self.group
         together, automatic = group.world_size > 1, config.sync == "auto"
@@ -434,9 +435,10 @@ class RunSetup:
         return bool(meta.get("shares_auto", self.run_file.by_speed) == self.run_file.by_speed)
 
     def _restore_arithmetic(self, meta: Mapping[str, Any]) -> None:
-        """Restore the number of steps of a checkpoint; on the same hosts also split, formats and threads.
+        """Restore the number of steps of a checkpoint; on the same hosts also number formats and threads.
 
-        With the same batch split, formats and threads, the resumed run is bitwise the same. meta: content of
+        With shares=auto, now and at the checkpoint, the batch split is restored too. With the same batch
+        split, formats and threads, the resumed run is bitwise equal to an uninterrupted one. meta: content of
         the checkpoint's meta.json.
         """
         steps = compatibility.planned_steps(meta, self.config, self.plan.num_iterations)
@@ -459,7 +461,7 @@ class RunSetup:
     # -- what the training loop asks for ------------------------------------------------------------------
 
     def describe(self) -> str:
-        """The text about the run that rank 0 logs before the first step of an attempt."""
+        """The summary of the run (see `describe_plan`), which rank 0 logs before the first step."""
         rows, sizes = self.data.info.train_rows, self.micro_batches
         return describe_plan(self.plan, self.config, self.model, rows, sizes)
 
@@ -468,8 +470,9 @@ class RunSetup:
 
         plan: plan of the run with the current batch split. state: the progress of the run. The result has the
         fields of TrainState except checkpoint, and the keys run_id, num_iterations, rows and tokens (trained
-        so far), config, config_digest, model_config, hashes (of the data), world_size, shares, placement,
-        numerics and hosts (by rank), torch (its version) and time (Unix).
+        so far), config, config_digest, model_config, hashes (of the data), world_size, shares, shares_auto
+        (whether the setting shares is auto), placement, numerics and hosts (by rank), torch (its version) and
+        time (Unix).
         """
         done = dataclasses.asdict(state)
         del done["checkpoint"]

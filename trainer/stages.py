@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 BASE, SFT = "base", "sft"
-# What a run of stage sft takes from the run whose model it fine-tunes, unless it is set.
+# The settings that a run of stage sft inherits from the run whose model it fine-tunes, unless they are set.
 INHERITED = (
     "depth",
     "aspect_ratio",

@@ -101,7 +101,7 @@ class Trainer:
         if self.env.is_coordinator:
             if not self.continues:
                 self.log.info(self.setup.describe(), extra=fields("plan"))
-            if self.reporter.train_state.step:  # until there is a new one, that of an earlier attempt
+            if self.reporter.train_state.step:  # the sample of an earlier attempt, until there is a new one
                 self.attempt.update(sample=sample.last(self.run_dir))
             self.reporter.is_main = True
         if self.env.is_coordinator or (self.setup.tracks_on_all_hosts and self.env.is_host_leader):
@@ -178,7 +178,7 @@ class Trainer:
         # Forward and backward. exact and fast already step the last layers during backward.
         lr_multiplier, lr = self._set_rates(step)
         self.sync.begin_step(batch.active, batch.active_by_rank)
-        before = self.run_status.seconds_in(*COMPUTING)  # of a step that a loss has ended, in an elastic run
+        before = self.run_status.seconds_in(*COMPUTING)  # above 0 after a step that ended as a rank was lost
         loss_sum = self.forward_backward(batch)
         compute_seconds = self.run_status.seconds_in(*COMPUTING) - before
 
@@ -378,7 +378,10 @@ class Trainer:
 
     @contextmanager
     def _long_phase(self, phase: str) -> Iterator[None]:
-        """Context in which this rank is in `phase`; collectives wait at least twice an evaluation."""
+        """Context manager: enters `phase`; collectives time out after twice an evaluation at the earliest.
+
+        The duration of an evaluation is estimated from the longest step.
+        """
         self.run_status.enter(phase)
         evaluation = self.watchdog.evaluation_steps * max(self.reporter.durations, default=0.0)
         self.group.set_timeout(max(self.timeout, timedelta(seconds=2 * evaluation)))
@@ -421,7 +424,10 @@ class Trainer:
 
     @contextmanager
     def _without_room(self, lost: str) -> Iterator[None]:
-        """While active, a full disk costs a warning and not the run. lost: what is then missing, a clause."""
+        """Context manager: if the disk is full, log a warning instead of raising OSError.
+
+        lost: a clause for the warning that names the missing result, such as "no sample was written".
+        """
         try:
             yield
         except OSError as error:

@@ -32,7 +32,7 @@ class ActionModule(ControllerAction):
         }
         claims = {host: each.get("claim", "") for host, each in facts.items()}
         settings = run_settings(facts, asked["run"])
-        # setup.yml has set up a host before it lets it join.
+        # setup.yml checks whether a run fits on new hosts after it has set them up, so they were changed.
         trains = asked["run"]["asked"] and any(each.get("active") for each in facts.values())
         state = "the active run was not changed" if trains else UNCHANGED
         return {**reported(findings, state), "logins": logins, "claims": claims, "settings": settings}

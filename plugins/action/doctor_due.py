@@ -16,7 +16,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands imp
 
 
 class ActionModule(ControllerAction):
-    """The action `doctor_due`: compares the fleet with the state in its last report without a fault."""
+    """The action `doctor_due`: compares the fleet's state with that in the last report without a fault."""
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         hosts, hostvars = asked["hosts"], variables["hostvars"]

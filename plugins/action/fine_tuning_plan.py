@@ -43,7 +43,7 @@ class ActionModule(ControllerAction):
 
 
 def _tokenizer_of(folder: str) -> str:
-    """The sha256 of the tokenizer of a data directory; "" if there is none yet."""
+    """The sha256 of the tokenizer, from the manifest of a data directory; "" without a valid manifest."""
     try:
         manifest = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))
         return str(manifest["tokenizer_sha256"])

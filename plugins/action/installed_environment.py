@@ -1,4 +1,4 @@
-"""Action plugin: call the module installed_environment, unless launch_state has read the same before."""
+"""Action plugin: call the module installed_environment, unless launch_state has read the same facts."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import (
 def cache_folder(path: str) -> str:
     """The folder for files that can be made again, such as wheelhouses; warns if it is a temporary folder.
 
-    path: of a playbook or role (see project_folder.cache_folder). Raises AnsibleFilterError if the temporary
-    folder belongs to another user.
+    path: the path of a playbook or role (see project_folder.cache_folder). Raises AnsibleFilterError if the
+    temporary folder belongs to another user, or other users may write to it.
     """
     try:
         folder, lasts = project_folder.cache_folder(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Lookup plugin: whether the tasks of a play are root on the host."""
+"""Lookup plugin: whether the tasks of a play run as root on the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_hosts im
 
 
 class LookupModule(LookupBase):
-    """The lookup `nanofleet.fleet.as_root`: False if ansible_become is false and the user is not root."""
+    """The lookup `nanofleet.fleet.as_root`: False if ansible_become is false and ansible_user is not root."""
 
     def run(
         self, terms: Sequence[str], variables: Mapping[str, Any] | None = None, **kwargs: Any

@@ -20,7 +20,7 @@ from ansible_collections.nanofleet.fleet.trainer import config as trainer
 ONE_HOST = ("single", "gpu", "ranks")
 SEVERAL_HOSTS = (bench.DDP, *trainer.SYNC_MODES)
 KINDS = (*ONE_HOST, *SEVERAL_HOSTS)
-PROCESSES = (2, 4)  # on one host, of the default cases; ranks-4096 is ranks2-4096
+PROCESSES = (2, 4)  # of the default cases of the kind ranks; ranks-4096 means ranks2-4096
 NAME = re.compile(
     r"(?P<kind>[a-z]+)(?P<processes>\d+)?-(?P<tokens>\d+)(-(?P<format>float32|bfloat16))?(-(?P<shares>auto|\d+(\.\d+)+))?(-on-(?P<host>.+))?"
 )
@@ -44,7 +44,7 @@ def bench_plan(
     config: {setting: value} of the runs.
     tokens: the number of tokens in a step. steps: the number of measured steps of a case.
     threads, memory_gb: CPU threads and memory (GiB) of the first host, 0 if unknown. They limit how many
-        processes the default cases start on this host.
+        processes the default cases start on this host: with `threads` unknown, two at most.
     Raises AnsibleFilterError for an invalid name and for settings that RunConfig refuses.
     """
     names = [name.strip() for name in asked.split(",") if name.strip()]
@@ -65,8 +65,8 @@ def _has_room(ranks: int, config: Mapping[str, Any], tokens: int, threads: int, 
     """Whether a host has a thread, memory and a sequence of the step for each of `ranks` ranks.
 
     config: {setting: value} of the run. tokens: the number of tokens in a step. threads: CPU threads of the
-    host. memory_gb: memory of the host in GiB; 0: unknown, taken as enough. With fewer threads than ranks,
-    the processes would only take turns.
+    host. memory_gb: memory of the host in GiB; 0: unknown, taken as enough. The result is False for settings
+    that RunConfig refuses.
     """
     try:
         rows = tokens // trainer.RunConfig.from_strings(config).sequence_len

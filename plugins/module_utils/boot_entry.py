@@ -3,7 +3,7 @@
 
 Their paths depend on the scope, which names the systemd that runs the transient unit:
 
-    system   /etc/nanofleet/NAME.sh and nanofleet@NAME.service, root's
+    system   /etc/nanofleet/NAME.sh and nanofleet@NAME.service of the system's systemd, owned by root
     user     ~/.config/nanofleet/NAME.sh and nanofleet@NAME.service of the user's own systemd
 
 A unit that leaves its run while the host sleeps also has nanofleet.sleep@NAME.service, in the scope `system`
@@ -14,7 +14,7 @@ unit's user, and appends one argument: `boot` after the host has booted or woken
 ended (ExecStopPost), `killed` if it has ended because SIGKILL ended a process of it. If the condition exits
 with status 1, the script removes the boot entry. After a boot, status 0 starts the unit, and any other status
 keeps the entry for the next boot. Root executes no file that the unit's user can write. Standard library
-only. Used by transient_unit and run_state.
+only. Used on the hosts, by the modules that start, stop, change or read a unit.
 """
 
 from __future__ import annotations

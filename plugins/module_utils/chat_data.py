@@ -122,7 +122,8 @@ def chat_digest(sources: Sequence[Source], tokenizer: Path, skip_bad: bool) -> s
     """12 hex digits that change with the conversations, their weights, the tokenizer and `skip_bad`.
 
     sources: the files and folders of conversations. tokenizer: the folder of the tokenizer. skip_bad:
-    whether bad lines are left out. The digits are the first ones of a sha256.
+    whether bad lines are left out. The digits are the first ones of a sha256. Raises OSError if a file cannot
+    be read.
     """
     parts: list[Any] = [VERSION, skip_bad, sha256_of(tokenizer / TOKENIZER)]
     for path, weight in sources:

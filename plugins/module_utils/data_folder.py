@@ -52,7 +52,7 @@ def own(path: Path, user: str, reader: str, mode: int, check: bool) -> dict[str,
     Returns {"changed": whether anything changes, "given": the result of `give`}. path: the path of the
     directory. user: the owner. reader: the user whose primary group the directory and the files get. mode:
     the permission bits of the directory itself. check: whether to change nothing. Raises ValueError if a
-    user is missing, if `path` is a link or no folder, or if a file has several hard links.
+    user is missing (not with `check`), if `path` is a link or no folder, or if a file has several hard links.
     """
     try:
         uid, gid = pwd.getpwnam(user).pw_uid, pwd.getpwnam(reader).pw_gid

@@ -80,7 +80,7 @@ def _unused(measured: Measured, host: str) -> Iterator[Finding]:
     chosen = of_host["interface"]
     for peer in of_host["paths"]:
         used = used_interface(of_host, peer) or chosen
-        # An address that is off the link proves nothing if the peer's own interface is not the right one.
+        # If the peer's address is outside of the networks of this interface, the peer may be the cause.
         link = link_of(of_host, used)
         is_on_link = reaches(link.get("addresses") or [], measured[peer]["address"])
         is_proof = is_on_link or _uses_chosen_interface(measured[peer])

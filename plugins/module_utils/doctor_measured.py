@@ -11,7 +11,7 @@ Pure functions of the results that tasks registered. The argument `measured` of 
     active                   names of the units of active runs
     paths, rates             of the module doctor_peers, by peer
     firewall                 rules of the module firewall_rules; None if they were not read
-    installed                result of the module installed_environment; None if it was not read
+    installed                versions that the module installed_environment read; None if it read none
     data                     comparison of the data with the manifest; None if it was not made
     rehearsal                of trainer.bench.rehearsal; None if it did not run
 """
@@ -148,7 +148,7 @@ def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[s
         count = len(joined)
         why.append(f"{count} hosts must start together and Ansible runs {forks} at once: add -f {count}")
         joined = []
-    # Elsewhere the store's port is not open.
+    # Only the first host of the fleet opens the port of the rendezvous store.
     with_store = bool(joined) and any(port["role"] == "store" for port in measured[joined[0]]["ports"])
     if len(joined) > 1 and not with_store:
         why.append("the host of the rendezvous store (the first host) cannot take part")
@@ -282,7 +282,7 @@ def fleet_state(
     addresses = [of_host["address"] for of_host in measured.values()]
     for host, of_host in measured.items():
         marks = {**of_host["marks"], "interface": of_host["interface"], "address": of_host["address"]}
-        # The quick form reads them with the facts of the host.
+        # The quick form of the check reads the firewall rules with the facts of the host.
         named = (hostvars[host].get(name) or {} for name in ("__doctor_rules", "__doctor_host"))
         rules = next((each for each in named if each.get("rules") is not None), None)
         if rules is not None:

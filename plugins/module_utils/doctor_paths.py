@@ -1,6 +1,6 @@
 """Findings of the doctor about the paths between hosts, made from the measurements (see doctor_measured).
 
-If one fault causes others, only the first one is reported.
+If one fault causes others, only the fault that causes them is reported.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Path:
         return bool(self.measured[self.peer]["facts"].get("wsl") == "mirrored")
 
     def _words(self, ports: Ports) -> str:
-        """Names of ports of the peer in a sentence."""
+        """Ports of the peer as words for a message, such as "Gloo's ports 20000-20099"."""
         low, high, store = (self.options[name] for name in ("port_low", "port_high", "store_port"))
         gloo = sorted(port["port"] for port in ports if port["role"] == "gloo")
         words = [f"the rendezvous store's port {store}"] if len(gloo) < len(ports) else []
@@ -299,7 +299,7 @@ class Path:
         return self._dropping_all(("INPUT", "OUTPUT"), [[(port["port"], port["port"]) for port in ports]])
 
     def _dropping_answers(self) -> Rule | None:
-        """The rule that by itself drops the answers of the peer, from any port; None without one."""
+        """The rule that by itself drops the answers of the peer to any ephemeral port of `host`, or None."""
         low, high = (self.measured[self.host]["facts"].get("port_range") or [0, 65535])[:2]
         return self._dropping_all(("OUTPUT", "INPUT"), [[(low, low)], [(high, high)]])
 
@@ -348,7 +348,7 @@ class Path:
         yield finding("NF532", host, f"{what}{because}", lower if small else count, peer)
 
     def _warnings(self, path: Mapping[str, Any]) -> Iterator[Finding]:
-        """Warnings about a path that works: an unexpected source address, a long round trip."""
+        """Warnings about a path with an unexpected source address or a long round trip."""
         host, peer, own = self.host, self.peer, self.measured[self.host]["address"]
         address = self.measured[peer]["address"]
         seen = {port["seen"] for port in path.get("ports") or [] if port.get("seen")}

@@ -28,9 +28,10 @@ def read_environment(python: str) -> dict[str, Any]:
     """The versions in a Python environment and the number of processors, as {"installed", "cores"}.
 
     python: the path of the Python in the environment. Keys of the result:
-    installed: dict with environment (name of its folder), machine, python and torch (versions) and trainer
-    (digest); {} if `python` does not exist. cores: number of processors that this process may use. Raises
-    ValueError if the Python does not run, or if torch or the trainer is missing.
+    installed: dict with environment (name of its folder), machine (architecture, such as x86_64), python and
+    torch (versions) and trainer (digest of its code); {} if `python` does not exist. cores: number of
+    processors that this process may use. Raises ValueError if the Python does not run, or if torch or the
+    trainer is missing.
     """
     cores = len(os.sched_getaffinity(0))
     if not os.path.exists(python):

@@ -107,7 +107,8 @@ def _existing(
     meta: the content of meta.json of the chosen checkpoint; None if there is none. With `run_id`, the run is
     found by its name. Without it, the run has its default name and the same settings, and began with this
     checkpoint, or with an earlier one of the same base run and has not finished. Raises
-    FineTuningRefusedError if the run `run_id` fine-tunes another run or checkpoint.
+    FineTuningRefusedError if the run `run_id` fine-tunes another run or checkpoint, and ConfigError if
+    RunConfig refuses the settings of this run or those in `given`.
     """
     for run in found["tuned"]:
         try:
@@ -160,7 +161,7 @@ def _resumed(
     """The result of `plan` for the existing run `run`.
 
     The run reads the checkpoint that it began with only until it has saved one itself. Raises
-    FineTuningRefusedError if neither of the two exists. chosen: the checkpoint that the command names.
+    FineTuningRefusedError if neither of the two exists. chosen: the result of `_chosen`.
     """
     parent = run["config"]["parent"]
     saved = [*found["checkpoints"], *([chosen] if chosen else [])]
@@ -245,7 +246,7 @@ def _of_another(run_id: str, parent: str, asked: str) -> Finding:
 
 
 def _nothing(host: str, found: Found, from_checkpoint: str, sandboxed: bool) -> Finding:
-    """The finding for a run or checkpoint that is not there."""
+    """The finding if the base run or the checkpoint does not exist, or the base run has no checkpoint."""
     run = found["run"]
     if os.path.isabs(from_checkpoint):
         problem = (

@@ -72,10 +72,10 @@ def ufw_rule(line: str) -> Rule | None:
 
 
 def firewalld_rules(run: Run, interface: str) -> list[Rule]:
-    """Rules of firewalld; [] if firewalld is not active.
+    """The policy of one zone of firewalld, as a list with one rule; [] if firewalld is not active.
 
-    run: a function that returns what a command line prints. interface: the interface to the peers, which
-    selects the zone.
+    The text of the rule lists the settings of the zone. run: a function that returns what a command line
+    prints. interface: the interface to the peers, which selects the zone.
     """
     zone = run(f"firewall-cmd --get-zone-of-interface={interface}") or run("firewall-cmd --get-default-zone")
     zone = zone.strip()
@@ -90,7 +90,8 @@ def firewalld_rules(run: Run, interface: str) -> list[Rule]:
 
 Line = tuple[str, str, str]
 """(rule as it is printed, the same in the syntax of nft, command that removes it)."""
-# The conditions that a rule dict can hold, and parts without effect. A rule with other parts is not plain.
+# The conditions that a rule dict can hold, and parts without effect. If a rule has other parts, read_rule
+# leaves it out (accept) or gives it no remedy (drop).
 KNOWN = (
     r"(?i)(ip6? ENDaddr|(tcp|udp|th) dport|meta l4proto|ip protocol|ip6 nexthdr|(meta|ip) length) "
     r"((!=|[<>]=?) )?({[^}]*}|[^@\s]\S*)|ct state (\S*\bnew\b\S*|{[^}]*\bnew\b[^}]*})|counter|log"
@@ -201,10 +202,11 @@ def passed(
 def read_rule(firewall: str, chain: str, label: str, line: Line, is_base: bool) -> Rule | None:
     """One line of a chain as a rule; None if the line neither drops nor accepts new connections.
 
-    None also for a line that accepts but is in no entry chain, or has conditions that a rule dict cannot
-    hold. firewall: a key of FIREWALLS. chain: INPUT or OUTPUT. label: the name of the chain, for messages.
-    line: (text, conditions, command that deletes the line). is_base: whether the line is in an entry chain,
-    where packets enter; if not, another chain jumps to its chain.
+    A line that is not in an entry chain, or has conditions that a rule dict cannot hold, gives None if it
+    accepts, and a rule without a remedy if it drops. firewall: a key of FIREWALLS. chain: INPUT or OUTPUT.
+    label: the name of the chain, for messages. line: (text, conditions, command that deletes the line).
+    is_base: whether the line is in an entry chain, where packets enter; if not, another chain jumps to its
+    chain.
     """
     text, tests, remedy = line
     if tests == "policy drop":
@@ -231,7 +233,7 @@ def read_rule(firewall: str, chain: str, label: str, line: Line, is_base: bool) 
     if accepts:
         return make_rule(firewall, chain, "accept", text, **given)
     if remedy and not any({**given, "protocol": given["protocol"].replace("tcp", "")}.values()):
-        # Without it everything would be admitted, so it is no rule to remove.
+        # A rule without conditions drops all that no other rule accepts: it is a policy, not to be deleted.
         return make_rule(firewall, chain, "policy", f"{label} ({text.removeprefix(f'{label}: ')})")
     return make_rule(firewall, chain, "drop", text, remedy=remedy, **given)
 

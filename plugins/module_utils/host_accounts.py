@@ -17,7 +17,10 @@ def described(name: str) -> dict[str, str] | None:
 
 
 def folder(path: str) -> dict[str, str] | None:
-    """A folder as {"owner", "mode"}, links not followed; None if it does not exist."""
+    """A folder or file as {"owner", "mode"}, such as "root" and "0750"; None if it does not exist.
+
+    A symbolic link is not followed.
+    """
     try:
         status = os.lstat(path)
     except OSError:

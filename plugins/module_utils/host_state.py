@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Reads all that setup.yml makes on a host, in one process, and names what differs. Changes nothing.
+"""Reads all that setup.yml makes on a host, in one process, and returns the differences as phrases.
 
-The roles of setup.yml compare the same facts with modules of their own, one after the other. Facts that
-depend on the other hosts or on the controller (firewall rules, environments, the tracker's unit) are returned
-as they are; setup_comparison.py compares them on the controller. Standard library only.
+Nothing is changed, except that the sha256 of the data files can be stored beside them. The roles of setup.yml
+compare the same facts with modules of their own, one after the other. Facts that depend on the other hosts or
+on the controller (firewall rules, environments, the tracker's unit) are returned as they are;
+setup_comparison.py compares them on the controller. Standard library only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.venv_state import 
 FILTER_TEST = (
     "systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--property=IPAddressDeny=any",
     "/bin/bash", "-c",
-    # A packet that the filter drops is an error for its sender; nobody has to receive it.
+    # Prints closed if IPAddressDeny= has an effect, else open: sending a packet that it drops is an error.
     "{ echo >/dev/udp/127.0.0.1/9; } 2>/dev/null && echo open || echo closed",
 )  # fmt: skip
 """The command of the role network's filter.yml."""
@@ -153,8 +154,9 @@ def data_differences(
     path: the path of the directory. user, mode: the owner and the mode that the directory has to have, the
     mode as text such as "0750". manifest_sha256: sha256 of the controller's manifest. remember: whether each
     computed sha256 is stored beside the data. core_sha256: sha256 of the controller's CORE bundle, as
-    `folder_digest` computes it; "" if the controller has none. Raises ValueError if the directory is a link
-    or its manifest is invalid.
+    `folder_digest` computes it; "" if the controller has none. Raises ValueError if the directory is a link,
+    if a file in it has several hard links, if there is a link in the CORE bundle, or if the manifest is
+    invalid.
     """
     if not os.path.isdir(path) or own(Path(path), user, user, int(mode, 8), True)["changed"]:
         yield f"{path} is missing, or something in it has another owner or mode"
@@ -233,7 +235,7 @@ def firewall(commands: Commands) -> dict[str, Any]:
 
 
 def tracker(asked: Options, address: str) -> dict[str, Any]:
-    """The tracker on this host, as a dict.
+    """The state of the tracker (the MLflow server) on this host, as a dict.
 
     unit: text of its unit file. unit_mode: mode of this file. folder: owner and mode of its folder.
     stamp: name of the environment that its database was made for.

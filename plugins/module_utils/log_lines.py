@@ -40,9 +40,10 @@ def tail(path: str) -> list[str]:
 
 
 def lines_after(path: str, start: int) -> tuple[list[str], int]:
-    """The whole lines of a text file that begin at byte `start` or later, and the byte after the last one.
+    """The lines of a text file from byte `start` to the last line break: (lines, byte after that line break).
 
-    Raises OSError if the file cannot be read. A file that is shorter than `start` is read from its begin.
+    If `start` is inside a line, the first line of the result is the rest of that line. A file that is shorter
+    than `start` is read from its begin. Raises OSError if the file cannot be read.
     """
     with open(path, "rb") as file:
         start = start if start <= file.seek(0, os.SEEK_END) else 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""The listener on a host whose network is probed: it names its host, echoes, counts and sends bytes.
+"""The listener: a TCP server that answers network probes of other hosts. It echoes, counts or sends bytes.
 
-A connection begins with one JSON line of the caller, {"token", "do", ...}. The answer is one JSON line,
-{"host", "token", "seen"}: the name of the listener's host, the same token, and the caller's address as the
-listener sees it. What follows depends on `do`:
+A connection begins with one JSON line of the caller, {"token", "do", ...}. The token is a secret that the
+listener and its callers share. The answer is one JSON line, {"host", "token", "seen"}: the name of the
+listener's host, the same token, and the caller's address as the listener sees it. `do` decides what follows:
 
     hello   nothing more
     echo    the listener sends every byte back
@@ -78,7 +78,7 @@ def plain(address: str) -> str:
 def control_name(token: str) -> str:
     """The name of the abstract Unix socket at which a listener process can be stopped.
 
-    token: the secret of the check; the name contains its first 16 characters.
+    token: the secret of the listener and its callers; the name contains its first 16 characters.
     """
     return "\0nanofleet-doctor-" + token[:16]
 
@@ -86,9 +86,10 @@ def control_name(token: str) -> str:
 class Listener:
     """The sockets on which a host answers the probes of its peers.
 
-    host: the name of this host. token: the secret of the check. limit: seconds after which the listener ends.
-    idle: seconds without a caller after which the listener ends. callers: the number of hosts that call it; 0
-    if that is not known. Raises OSError if a listener with the same token runs on this host.
+    host: the name of this host. token: the secret that the callers have to send. limit: seconds after which
+    the listener ends. idle: seconds without a caller after which the listener ends. callers: the number of
+    hosts that call it; 0 if that is not known. Raises OSError if a listener with the same token runs on this
+    host.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Listener:
     def serve(self) -> None:
         """Answer callers until the listener has to end.
 
-        That is when `stop` is called with its token, when all callers are done, after `idle` seconds without
+        It ends when `stop` is called with its token, when all callers are done, after `idle` seconds without
         a caller, or at the time limit.
         """
         called = time.monotonic()

@@ -134,7 +134,7 @@ def _present(path: str) -> tuple[str, str]:
 
 
 def hindrances(path: str, low: int, high: int, user: str) -> dict[str, Any]:
-    """What would hinder a run whose port range is from low to high, as a dict.
+    """Conditions on this host that can hinder a run whose port range is from low to high, as a dict.
 
     path: of the fleet's sysctl file. user: the service user. Keys of the result:
     usable: number of ports of the range that are not reserved. reserved: value of ip_local_reserved_ports.

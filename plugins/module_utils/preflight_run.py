@@ -57,7 +57,8 @@ class Request:
     stored, members: the configuration and the hosts of an earlier attempt; empty if there was none.
     config: the configuration of this attempt. on_gpu: whether the ranks compute on GPUs. needs: {host: Need}.
     decided: the settings that follow from the hosts.
-    too_small: {host: GiB that are missing} of the hosts without memory for the copies of an elastic run.
+    too_small: {host: GiB that are missing} of the hosts that lack memory for the copies of the state that an
+    elastic run keeps.
     """
 
     def __init__(self, facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> None:
@@ -94,7 +95,7 @@ class Request:
         # An elastic run needs the same number of ranks on each host (trainer/host/rank_env.py).
         if not self.on_gpu and len({need.ranks for need in self.needs.values()}) == 1:
             needs = {host: need.with_(elastic="true") for host, need in self.needs.items()}
-        # A host that is too small even without copies is refused (NF401), and no reason to say more.
+        # A host that is too small even without copies is refused (NF401) and needs no warning.
         if not all(self.fits(host, need) for host, need in self.needs.items()):
             needs = {}
         for host, need in needs.items():
@@ -127,7 +128,7 @@ class Request:
 
 
 def _elastic(request: Request) -> Iterator[Finding]:
-    """A warning for each host that makes a run with elastic=auto not elastic: it lacks memory for copies."""
+    """A warning for each host without memory for copies of the state, which makes elastic=auto false."""
     without = {"elastic": "true", "coordinator_failover": "false"}
     one_keeps = all(request.fits(host, need.with_(**without)) for host, need in request.needs.items())
     for host, missing in request.too_small.items():
@@ -212,7 +213,7 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool, joins: bool) -> 
 
 
 def _total_gb(facts: Facts) -> float:
-    """The memory of a host in GiB, at most the limit of the container that the host is; 0 if not known."""
+    """The memory of a host in GiB; of a host in a container, at most its memory limit; 0 if not known."""
     if not str(facts.get("memory_kb", "")).isdigit():
         return 0.0
     return min(int(facts["memory_kb"]), int(facts.get("container_kb") or facts["memory_kb"])) / 2**20
@@ -313,9 +314,9 @@ def _is_within(part: str, online: set[int]) -> bool:
 
 
 def _processor(host: str, facts: Facts, request: Request) -> Iterator[Finding]:
-    """Findings about the matrix instructions of the processor.
+    """Findings about missing instructions of the processor: AVX2, and those for bfloat16.
 
-    Only x86-64 processors list their instructions in enough detail.
+    There are none about other processors than x86-64, which do not list their instructions in enough detail.
     """
     flags: Sequence[str] = facts.get("flags", "").split()
     if facts.get("machine") != "x86_64" or not flags:

@@ -16,7 +16,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
 # Chassis types (SMBIOS) and names of hostnamectl for portable machines.
 LAPTOPS = {"8", "9", "10", "11", "14", "30", "31", "32", "laptop", "convertible", "tablet"}
 SLEEPS = {"suspend", "hibernate", "hybrid-sleep", "suspend-then-hibernate", "sleep", "poweroff", "halt"}
-FULL = 0.9  # of the range of ports: ranks may then find none
+FULL = 0.9  # fraction of the port range in use, above which ranks may find no free port
 USERS_OF_PORTS = {
     "store": "the rendezvous store of a run (TCPStore of torchrun)",
     "tracker": "the tracker (MLflow)",
@@ -141,9 +141,9 @@ def _load(host: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
-    """A warning about what puts the host to sleep.
+    """A warning if the host goes to sleep when its lid is closed or nobody uses it.
 
-    A run whose unit belongs to root keeps the host awake while it computes.
+    holds_sleep: whether runs keep their hosts awake, which only a run whose unit belongs to root can do.
     """
     if "masked" in (facts.get("sleep"), facts.get("suspend")):
         return

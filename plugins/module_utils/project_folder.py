@@ -73,8 +73,8 @@ def fleet_id(inventory_file: Any) -> str:
     """The default name of a fleet: the name of its inventory file, or of a folder above that file.
 
     The name of the file is used without extension. Names that many inventories have, such as hosts or
-    inventory (USUAL), are skipped. inventory/home/hosts.yml and inventory/home.yml both give `home`. If every
-    name is skipped, the fleet is called `fleet`.
+    inventory (USUAL), and the name `ssh` are skipped. inventory/home/hosts.yml and inventory/home.yml both
+    give `home`. If every name is skipped, the fleet is called `fleet`.
     """
     path = Path(str(inventory_file or ""))
     stem = path.name.split(".")[0] if path.suffix else path.name

@@ -13,10 +13,10 @@ CONFIRM = "repeat the command with -e reset_confirm=true"
 
 
 def published(variables: Mapping[str, Any], what: str) -> list[str]:
-    """The lines that the roles published on a host about their removal, each once.
+    """A line for each file, folder or rule that the roles remove, keep or leave on a host, each once.
 
-    variables: of the host. what: removed, kept or left. The lines are in variables such as network_removed,
-    one for each role.
+    variables: of the host. The lines are in variables such as network_removed, one for each role. what:
+    removed, kept or left (not made by setup.yml).
     """
     return list(dict.fromkeys(line for role in ROLES for line in variables.get(f"{role}_{what}") or []))
 

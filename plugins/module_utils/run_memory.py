@@ -3,10 +3,11 @@
 The memory of a rank has float32 weights and gradients, the two AdamW moments of the tables (the embeddings
 and the output layer), the Muon moment of the matrices that the rank owns, and the activations of a
 micro-batch. A host that is or may become the coordinator also has the copy from which a checkpoint is written
-(trainer/checkpoint). With sync=exact and fast the moments of the tables are divided among the ranks, and an
-embedding has gradients of its active rows only (trainer/sync/row_shards.py). With sync=local each rank has
-the whole optimizer state, and besides its own parameters the outer parameters, their momentum and the error
-feedback (trainer/sync/local.py).
+(trainer/checkpoint). With sync=exact the moments of the tables are divided among the ranks; with sync=fast
+those of the embeddings are, while each rank has those of the output layer. With both, an embedding has
+gradients of its active rows only (trainer/sync/row_shards.py). With sync=local each rank has the whole
+optimizer state, and besides its own parameters the outer parameters, their momentum and the error feedback
+(trainer/sync/local.py).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ GIB = 2**30
 # of one layer, with the gradients of its backward pass.
 BASE_GIB = 0.4
 TORCHRUN_GIB = 0.2  # of the process that starts the ranks of a host
-TRACKER_GIB = 0.5  # of the server on the coordinator and of what sends to it
+TRACKER_GIB = 0.5  # of the MLflow server on the coordinator and of the process that sends figures to it
 KEPT_PER_LAYER = 35
 RECOMPUTED = 85
-LAYERS_RECEIVED = 3  # whose gradients are on the way at once, in trainer/sync/exact.py
-LOSS_TOKENS = 1024  # at a time, in trainer/model/loss.py
+LAYERS_RECEIVED = 3  # number of layers whose gradients are reduced at the same time (trainer/sync/exact.py)
+LOSS_TOKENS = 1024  # tokens with a number per vocabulary entry at the same time (trainer/model/loss.py)
 VOCABULARY = 32768
-SHARDING_MODES = ("exact", "fast")  # rows of tables have owner ranks
+SHARDING_MODES = ("exact", "fast")  # sync modes in which the rows of tables have owner ranks
 
 
 class Need:

@@ -159,11 +159,11 @@ def _absent(stored: Mapping[str, Any], fleet: Mapping[str, State], unit: str) ->
 def _decide(
     run_file: Any, stored: State | None, fleet: Mapping[str, State], n_ranks: int
 ) -> tuple[str, str, Ends]:
-    """(action, message, {host: units to end first}), see `plan_run`. Raises RunRefusedError.
+    """(action, message, {host: units to end first}), see `plan_run`.
 
     run_file: the RunFile of this attempt. stored: the content of run.json of an earlier attempt, or None.
     fleet: {host: result of run_state} of every host, including those that sync=auto did not choose. n_ranks:
-    number of ranks on all of them.
+    number of ranks on all hosts of `fleet`. Raises RunRefusedError if the run must not start.
     """
     name, before, notes = run_file.run_id, run_file.config, []
     if stored:
@@ -232,8 +232,8 @@ def _decide(
 def _is_finishing(active: Sequence[State], ended: Sequence[State]) -> bool:
     """Whether an active run has made all its steps, so that no host can join it.
 
-    Then a host of `ended` has finished the present number of steps. active: results of run_state where its
-    unit is active. ended: those where it is not.
+    True if the outcome of a host in `ended` is finished, with the number of steps that the run has now.
+    active: results of run_state on the hosts where the run's unit is active. ended: those on the other hosts.
     """
     lengths = [status.get("num_iterations") for state in active for status in state.get("heartbeats", [])]
     outcomes = [state.get("outcome") or {} for state in ended]
@@ -396,7 +396,7 @@ def other_holder(own: Mapping[str, State], unit: str, ends: Ends) -> str:
                 f"{host} is busy with another run, {other_id} (unit {other}). "
                 f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml -e run_id={other_id}"
             )
-    # Only the coordinator opens the store's port.
+    # Only the coordinator opens the port of the rendezvous store.
     first = next(iter(own))
     for held in own[first].get("listeners", []):
         if held.get("unit") in (unit, *ends.get(first, [])):

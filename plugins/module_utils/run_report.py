@@ -25,7 +25,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
 from ansible_collections.nanofleet.fleet.trainer.formatting import duration
 
 NUMBERS = {"rank", "step", "loss", "sync", "temp", "updated", "processes ended"}
-"""Columns whose cells stand to the right."""
+"""Names of the columns that are aligned to the right."""
 GFLOPS_A_THREAD = 40
 """GFLOP/s per core in a whole training step, from measured steps of depth 8; for an estimate only."""
 USUAL_VOCABULARY = 32_768

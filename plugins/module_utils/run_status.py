@@ -19,13 +19,13 @@ State = Mapping[str, Any]
 RunStatus = Mapping[str, Any]
 
 UNREACHED = re.compile(r"rank \d+ \(([^)\s]+)\):? (?:it )?cannot be reached", re.IGNORECASE)
-"""Matches the message of a rank that cannot reach another one; the group is the host of that one."""
+"""Matches the message that a rank cannot be reached; the group is the host of the unreachable rank."""
 STEP_PHASES = ("data", "forward", "backward", "sync", "optimizer")
 SLOW_PHASE_SECONDS = 10.0
 """A rank that is in one of STEP_PHASES for longer than this, and than three steps, makes no progress."""
 HEADER = ("host", "unit", "rank", "phase", "step", "loss", "sync", "temp", "updated")
 FROZEN_SECONDS = 10.0
-"""A thread of each rank publishes its run status every second. A rank silent for longer does not run."""
+"""Seconds without a run status after which a rank is frozen. A thread of each rank publishes one a second."""
 STALE_SECONDS = 60.0
 RESTART_SECONDS = 180.0
 """Seconds after its boot within which a host restarts its run."""
@@ -254,9 +254,10 @@ def returning(found: Mapping[str, State]) -> list[str]:
 
 
 def reboots(found: Mapping[str, State], run_id: str) -> list[str]:
-    """A line for each host whose reboot ended the run's unit, with the command that restarts the run there.
+    """A line for each host whose reboot ended the run's unit.
 
-    found: host -> result of run_state. run_id: name of the run.
+    The line has the command that restarts the run there, unless the host restarts it by itself. found:
+    host -> result of run_state. run_id: name of the run.
     """
     automatic = returning(found)
     return [

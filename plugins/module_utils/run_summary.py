@@ -86,7 +86,7 @@ def coordinator(states: Mapping[str, State], hosts: Sequence[str] = ()) -> str:
     It is the host with the newest run status of rank 0, because the hosts of an elastic run may have elected
     another coordinator. If no host has one, it is the first of `hosts`, else the first host of the run file.
     states: {host: result of run_state}. hosts: the hosts of the run in rank order; if it is empty, those of
-    the run file. No other host counts, unless neither is known.
+    the run file. A run status from a host outside of this list is ignored, unless the list is empty.
     """
     found = answered(states)
     published = [
@@ -188,7 +188,7 @@ def new_hosts(states: Mapping[str, State]) -> dict[str, Any]:
 def several_active(states: Mapping[str, State]) -> str:
     """A message with all active runs if there are several, else "". states: {host: result of run_state}.
 
-    A stop without a name must not choose one of them.
+    stop.yml shows it if no run_id is given, instead of stopping one of these runs.
     """
     active = active_runs(states)
     if len(active) < 2:

@@ -63,7 +63,7 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
             yield finding("NF301", host, problem, typed)
     versions = {host: each["versions"] for host, each in environments.items()}
     for name in sorted({name for each in versions.values() for name in each} - {PROJECT}):
-        # A kind may need a package that another does not; whoever has it has the same, whatever the build.
+        # Not every kind of host needs every package. All hosts that have it need one version, in any build.
         have = {host: each[name].split("+")[0] for host, each in versions.items() if name in each}
         for host, version, usual in unlike_most(have):
             yield finding(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""File work of root with the rights of the service user.
+"""Lets a process of root access files with the rights of the service user, and looks up accounts.
 
 The service user can replace any file or folder in the state directory by a symbolic link. With that user's
 own rights, a link leads only to files that the user may read or write anyway.

@@ -25,7 +25,7 @@ COLLECTION = Path(__file__).resolve().parents[2]
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 RENAMED = {"bench_stages": "bench_cases", "batch_size": "device_batch_size"}
-"""Names of earlier versions, and names that others use."""
+"""Name of a setting in an earlier version, or its usual name in other programs -> its present name."""
 FOREIGN = ("ansible_", "awx_", "tower_")
 """Prefixes of names that Ansible itself, AWX and Ansible Automation Platform set."""
 # Example values for remedies, where the default is empty or does not help.
@@ -41,13 +41,13 @@ Spec = Mapping[str, Any]
 
 @cache
 def _read(path: str) -> dict[str, Any]:
-    """The YAML file at a path below the collection."""
+    """The content of a YAML file; {} if it is empty. path: relative to the folder of the collection."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load((COLLECTION / path).read_text(encoding="utf-8"), loader) or {}
 
 
 def _of_roles(file: str) -> list[dict[str, Any]]:
-    """The YAML file of this name of each role."""
+    """The content of the YAML file `file` of each role that has it, such as defaults/main.yml."""
     return [_read(str(path.relative_to(COLLECTION))) for path in sorted(COLLECTION.glob(f"roles/*/{file}"))]
 
 

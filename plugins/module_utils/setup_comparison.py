@@ -202,7 +202,7 @@ class Fleet:
         return list(runtime_findings(*self.installed(TRAIN)))
 
     def report(self) -> list[str]:
-        """What setup.yml reports if nothing differs: findings of the network, firewalls, environments."""
+        """The lines that setup.yml shows if nothing differs: findings, messages about ufw, environments."""
         variables, ports = self.variables(), self.wanted.ports
         connections = self.measured()
         findings: list[Finding] = []
@@ -232,7 +232,7 @@ class Fleet:
 def firewall_differences(
     found: Mapping[str, str], rules: Sequence[Mapping[str, str]], comment: str, enable: bool
 ) -> Iterator[str]:
-    """Phrases about ufw on a host.
+    """A phrase for each difference between ufw on a host and the state that setup.yml would create.
 
     found: {"status", "added"}, as host_state returns them. rules: [{"source", "port"}] to be admitted.
     comment: the text that marks the rules of this fleet. enable: whether ufw is to be enabled.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Reads systemd and /proc: the state of a unit, its processes, the listeners on ports.
 
-Read-only, standard library only, for modules on the hosts; the controller uses what parses text.
+Read-only, standard library only. Used by modules on the hosts; the controller uses only functions that parse
+text, such as `numbers`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state of an environment that locked_venv has made: what is recorded, and what differs from it."""
+"""Compares a Python environment, made by the module locked_venv, with the record of its installation."""
 
 from __future__ import annotations
 

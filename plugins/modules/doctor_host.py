@@ -196,7 +196,7 @@ def main() -> None:
     if p["targets"]:
         also["network_links"] = read_network(p["targets"])
     if p["python"]:
-        # Without a result the module that reads it has the message.
+        # If this fails, the module installed_environment is called later and reports the error.
         with contextlib.suppress(OSError, ValueError):
             also["installed_environment"] = read_environment(p["python"])
     rules = {} if p["firewall"] is None else read_firewalls(p["firewall"])

@@ -82,8 +82,9 @@ def end(p: Mapping[str, Any], check: bool) -> dict[str, Any]:
     done: whether the run is over. If False, it did not end within wait_seconds (it may still save a
     checkpoint), nothing was ended, and the call has to be repeated.
     ended: the processes that were in the unit. state: the result of run_state after the end.
-    Raises UnitError if a process or listener of the unit is left, OSError if a file cannot be written,
-    ValueError if the run directory or the folder above it is a link, RuntimeError if systemctl fails.
+    Raises UnitError if systemd does not stop the unit, or if a process or listener of it is left; OSError if
+    a file cannot be written; ValueError if the run directory or the folder above it is a link; RuntimeError
+    if systemctl fails.
     """
     reading = {**p, "wait_for": "none", "ports": []}
     state = read_state(reading)

@@ -19,7 +19,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write
 
 
 def read(path: str, host: str) -> tuple[str, dict[str, Any]]:
-    """The text of the claim of `host` and its content; ("", {}) if there is none. Raises ValueError."""
+    """Read the claim file `path`. Returns (its text, its content as a dict); ("", {}) if there is no file.
+
+    host: name of this host, for messages. Raises ValueError if the file cannot be read or is not a claim.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8") if os.path.exists(path) else ""
     except (OSError, UnicodeDecodeError) as error:
@@ -49,7 +52,7 @@ def main() -> None:
     try:
         before, claim = read(path, params["host"])
     except ValueError as error:
-        if state == "checked":  # as for a host of another fleet, nothing begins on any host
+        if state == "checked":  # a refusal, like that of another fleet's host: it stops the play on all hosts
             unchanged = {"renamed": "", "controllers": [], "removed": [], "diff": {"before": "", "after": ""}}
             module.exit_json(changed=False, refusal=str(error), **unchanged)
         module.fail_json(msg=str(error))

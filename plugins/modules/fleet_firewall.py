@@ -65,7 +65,7 @@ def main() -> None:
         add, delete = plan(present, [as_rule(r["source"], r["port"]) for r in params["rules"]], comment)
     turn_on = params["enable"] and not active and not removing
     turn_off = removing and active and enabled_here
-    # An earlier call may have enabled ufw, and not have lived to see whether the host can still be reached.
+    # An earlier command may have enabled ufw and ended before it verified that the host can be reached.
     waiting = params["enable"] and active and not removing and timer_is_active()
 
     if not module.check_mode:
@@ -73,7 +73,7 @@ def main() -> None:
             run(ufw, "--force", "disable")
         # New rules go first, so that a general deny that a person has set does not hide them.
         for rule in add:
-            # ufw changes the comment of a rule that is there only where its place is not given.
+            # ufw changes the comment of an existing rule only if the command has no `prepend`.
             place = [] if rule in present else ["prepend"]
             run(ufw, *place, *rule.split(), "comment", comment)
         for rule in delete:

@@ -159,7 +159,7 @@ def main() -> None:
     try:
         state = read(module.params, module.check_mode)
     except (OSError, ValueError) as error:
-        # The role that makes the thing has a message about it.
+        # With a difference, setup.yml runs its roles, and the role concerned reports the error.
         state = {"differences": [str(error)]}
     module.exit_json(changed=False, **state)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: read the checkpoints that a fine-tuning may begin with, and the runs of stage sft.
+"""Ansible module: read the checkpoints that a fine-tuning may begin with, and recent runs of stage sft.
 
 All files are read as the service user, because the run reads the checkpoint as this user, too.
 """
@@ -40,13 +40,14 @@ def checkpoint(path: str) -> dict[str, Any] | None:
 
 
 def read(params: dict[str, Any]) -> dict[str, Any]:
-    """Read the checkpoints of a base run, and the runs of stage sft. Returns the result of the module.
+    """Read the checkpoints of a base run, and the newest runs. Returns the result of the module.
 
     params: options of the module. Keys of the result:
     state_dir: the option of this name.
     run: the name of the base run; "" if params["checkpoint"] is an absolute path.
-    known: whether the run or checkpoint exists. runs: the names of the newest runs.
-    tuned: the runs of stage sft, as dicts of known_runs with has_checkpoint (whether the run has saved one).
+    known: whether the run or checkpoint exists. runs: the names of the newest runs, at most 20.
+    tuned: those of the newest runs that are of stage sft, as dicts of known_runs with has_checkpoint (whether
+    the run has saved one).
     checkpoints: those of the base run, or the one at the path (see `checkpoint`), the oldest first.
     """
     runs_dir = os.path.join(params["state_dir"], "runs")

@@ -83,7 +83,7 @@ class Wheelhouse:
         return {name: self.pins.get(name, version.public) for name, version in locked}
 
     def _check_requirements(self) -> None:
-        """Raise ValueError if pyproject.toml needs a package or a version that is not locked."""
+        """Raise ValueError if pyproject.toml lacks the extra, or needs a package or version not locked."""
         path = self.source / "pyproject.toml"
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
         extras, extra = project.get("optional-dependencies", {}), self.p["extra"]

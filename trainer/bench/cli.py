@@ -1,4 +1,4 @@
-"""python -m trainer bench: the seconds of a step and of its parts, by depth and batch.
+"""python -m trainer bench: measures the seconds of a step and of its phases, by depth and rows per step.
 
 python -m trainer bench                                        depth 8, 2 rows of 1,024 tokens
 python -m trainer bench --depth 4 8 --rows 1 2 4               a table
@@ -159,8 +159,8 @@ def bench_run_file(args: argparse.Namespace, env: RankEnv) -> RunFile:
 def _measure_each(args: argparse.Namespace) -> int:
     """Measure each pair of depth and rows in its own process, with the other options unchanged.
 
-    A pair that fails, for example for lack of memory, is reported and left out; returns its exit code. 0:
-    every pair was measured.
+    A pair that fails, for example because it is out of memory, is reported and left out. Returns the exit
+    code of the last pair that failed; 0 if every pair was measured.
     """
     from trainer.bench.text import table
 

@@ -48,9 +48,9 @@ class StepOperations:
     """The operations of one rank in a step, from which the roofline limit follows.
 
     model_flops: FLOPs of forward and backward of the model.
-    muon_flops: FLOPs of five Polar Express iterations on each matrix that Muon updates on this rank. If a
-        matrix is at least twice as long as wide and its format is float32 or float64, Muon iterates on the
-        smaller Gram matrix and computes fewer FLOPs.
+    muon_flops: FLOPs of five Polar Express iterations on each matrix that Muon updates on this rank. If one
+        side of a matrix is at least twice the other side and its format is float32 or float64, Muon iterates
+        on the smaller Gram matrix and computes fewer FLOPs.
     adamw_bytes: bytes that AdamW reads and writes if this rank updates all parameters that Muon does not
         update. With sync=exact and sync=fast a rank updates only its own rows of embeddings: fewer bytes.
     """

@@ -8,9 +8,10 @@ bench.json and bench.png.
 The first table has a line for each case: 1 process, several processes on one host, all hosts, a GPU. The
 factor over plain DDP compares a case with the case `ddp` of the same hosts, tokens and number format.
 
-The baseline has as many tokens per step as all ranks together; for `local` it has as many as one rank. The
-upper bound of the ratio is seconds of a baseline step / max(seconds of a baseline step with the rows of one
-rank, bytes sent / bandwidth of an all-reduce).
+The single-host baseline has as many tokens per step as all ranks together; for sync=local it has as many as
+one rank. The ratio is tokens per second / tokens per second of the baseline. Its upper bound is the ratio of
+a step that takes max(seconds of a baseline step with the rows of one rank, seconds of the transfers), where
+the seconds of the transfers are bytes sent / bandwidth of an all-reduce, plus latency.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def load(folder: Path) -> tuple[dict[str, Result], list[str]]:
     """Read the results of all benchmark cases in `folder`, from the files CASE.json.
 
-    Returns ({case: result}, names of the cases whose files have another SCHEMA). A result is the content of
-    the file, as BenchTrainer makes it.
+    Returns ({case: result}, names of the cases whose files have another SCHEMA or are not JSON). A result is
+    the content of the file, as BenchTrainer makes it.
     """
     results, other = {}, []
     for path in sorted(folder.glob("*.json")):
@@ -236,10 +237,11 @@ def _baseline_seconds(singles: Sequence[Result], tokens: int, host: str) -> floa
 
 
 def _interpolated(singles: Sequence[Result], tokens: int, host: str) -> float | None:
-    """Seconds of a step of `tokens` tokens on `host`, on the line through two measurements; else None.
+    """Seconds of a step of `tokens` tokens on `host`, interpolated linearly; None if no host has a line.
 
-    The two are those of the host with the fewest and the most tokens. Without them it is the line of another
-    host, times the ratio of a measurement of `host` to it, if there is one.
+    The line of a host goes through its measurements with the fewest and the most tokens. If `host` has no two
+    measurements with different numbers of tokens, the line of another host is used. The result is then scaled
+    by the ratio of a measurement of `host` to this line, if `host` has a measurement.
     """
     points: dict[str, list[tuple[int, float]]] = {}
     for one in sorted(singles, key=lambda one: int(one["tokens"])):

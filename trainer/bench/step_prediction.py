@@ -105,7 +105,9 @@ def predict(
         those that computation hides}}.
     baseline: the single-host baseline, {"host": name of the host, "step_s": seconds of a step}.
     speeds: for each rank the fields of its Speed, as a dict.
-    advice: settings that make a step faster, such as "sync=exact", the least change first.
+    advice: settings that make the run faster, such as "sync=exact", the least change first. A
+        total_batch_size there is the smallest multiple of the run's value with which a step is faster than
+        the single-host baseline.
     Transfers are predicted as if all tokens of a step were different: the most that a step can send.
     """
     model, optimizer = _build(plan.model, "meta")
@@ -135,7 +137,11 @@ def predict(
 
 
 def _advice(cost_model: CostModel, rows: int, length: int, mode: str, best: str) -> list[str]:
-    """Settings that make a step faster than in `mode`, as in "sync=exact". best: that of sync=auto."""
+    """Settings that make the run faster, such as "sync=exact" (see advice in `predict`).
+
+    rows: rows of a step. length: tokens of a row. mode: the sync mode of the run. best: the sync mode that
+    sync=auto chooses.
+    """
     advice, fastest = [], mode
     if cost_model.step(best, rows) < (1 - BETTER) * cost_model.step(mode, rows):
         advice, fastest = [f"sync={best}"], best

@@ -73,8 +73,9 @@ class Mark:
 class BenchTrainer(Trainer):
     """A trainer that measures its steps.
 
-    run_file, run_dir, env: as for Trainer. data_dir: None for synthetic rows. After `run`, the attribute
-    `result` on rank 0 is the content of a result file; {} on the other ranks. Its main keys are
+    run_file, run_dir, env, and `more` (attempt, log): as for Trainer. data_dir: None for synthetic rows.
+    After `run`, the attribute `result` on rank 0 is the content of a result file; {} on the other ranks. Its
+    main keys are
     depth, sequence_len, tokens (of a step), shares (rows by rank), sync, world_size, hosts (by rank).
     steps: number of measured steps.
     step_seconds: median seconds of a step. step_seconds_all: seconds of each measured step.

@@ -9,7 +9,7 @@ from trainer.formatting import counted, markdown_table
 from trainer.health.run_status import STEP_PHASES
 
 Result = dict[str, Any]
-QUIET = 0.9  # share of its cores below which other processes have influenced the figures
+QUIET = 0.9  # cpu_share of a rank below which other processes have influenced the figures
 
 
 def describe(result: Result) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from trainer.data.tokenizer import Tokenizer
 
 REPLACEMENT = "�"  # the tokenizer decodes an incomplete character to it
-MARKS = {  # special token: (what it begins, what it shows)
+MARKS = {  # special token: (type of the part that it begins, text that is shown for it)
     "<|python_start|>": ("python", "`"),
     "<|python_end|>": ("text", "`"),
     "<|output_start|>": ("python_output", " = "),
@@ -23,7 +23,7 @@ class Answer:
 
     text: the text to show; a call of the calculator is shown as `EXPRESSION` = RESULT.
     parts: the parts of the message in a conversation, each {"type": "text", "python" or "python_output",
-        "text": the text of the part}.
+        "text": the text of the part}. The last part is added by `end`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

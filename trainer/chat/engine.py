@@ -95,7 +95,8 @@ class SequenceState:
     sampling: how tokens are drawn. cache: keys and values of the tokens computed so far.
     slides: True: when the context is full, its older half is dropped; False: the sequence ends.
     reason: None while the sequence is generated; "stop" after a token that ends an answer, which is not in
-        `ids`; "length" if max_tokens or the context is used up.
+        `ids`; "length" if max_tokens or the context is used up. The HTTP server sets other reasons after an
+        error.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, cache: KVCache, slides: bool) -> None:
@@ -157,7 +158,10 @@ class Engine:
 
     @property
     def limit(self) -> int:
-        """The most tokens of a sequence, prompt and answer together: the context length of the model."""
+        """The context length of the model in tokens.
+
+        It limits the length of a sequence, prompt and answer together, unless the sequence slides.
+        """
         return self.model.config.sequence_len
 
     def start(self, prompt: Sequence[int], sampling: Sampling, slides: bool = False) -> SequenceState:

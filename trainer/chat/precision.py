@@ -1,7 +1,8 @@
 """The format of the weights while generating: float32, bfloat16, or int8 with a scale for each row.
 
 Generating a token reads every weight once and is limited by memory bandwidth: half the bytes take half the
-time, if the processor computes fast in the format. Embeddings are looked up and keep their format.
+time, if the processor computes fast in the format. Embeddings are looked up and are not converted to bfloat16
+or int8.
 int8 rounds each weight to a multiple of 1/127 of the largest weight in its row: the error is at most 0.4 % of
 that largest weight.
 """

@@ -6,8 +6,8 @@
     copies.finish(newest)                                 # on all ranks, at the end of the run; not at a stop
 
 The setting checkpoint_copies is the number of hosts that keep each checkpoint: the host of rank 0, the host
-`prefers` if it has a rank, and the next hosts in rank order. The first rank of each host receives the files.
-If a copy fails, a warning is logged, and the run continues.
+that the argument `prefers` names, if it has a rank, and the next hosts in rank order. The first rank of each
+host receives the files. If CheckpointCopies cannot make a copy, a warning is logged, and the run continues.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ class CheckpointCopies:
     def is_due(self, newest: str | None) -> bool:
         """Whether to start a copy of the newest checkpoint now; always False on ranks other than 0.
 
-        False if this copy was started already, or if another copy is in progress. newest: path of the newest
-        checkpoint, relative to the run directory; None if there is no checkpoint.
+        False if this copy was started already, if another copy is in progress, or if an error has ended an
+        earlier copy of this attempt. newest: path of the newest checkpoint, relative to the run directory;
+        None if there is no checkpoint.
         """
         if self._link is None or self._group.rank or newest in (None, self._last):
             return False
@@ -134,7 +135,7 @@ class CheckpointCopies:
             self._wait()
 
     def _wait(self) -> None:
-        """Wait on all ranks until rank 0 has sent its checkpoint, or gives up."""
+        """Wait on all ranks until rank 0 has sent its checkpoint, or cancels the copy."""
         began = shown = time.monotonic()
         running = True
         while running:
@@ -196,9 +197,9 @@ class CheckpointCopies:
 def fetch_newer(group: Collectives, folder: Path, run_id: str, config: RunConfig, log: Log) -> None:
     """If another host has a newer undamaged checkpoint of the run than rank 0, copy it to rank 0.
 
-    All ranks call it. group: the ranks. folder: the folder of the checkpoints on this host. run_id, config:
-    name and settings of the run. log: called with each message. Raises Final if the transfer fails, so that
-    no run continues from an older checkpoint unnoticed.
+    All ranks call it. Does nothing if checkpoint_copies is 1. group: the ranks. folder: the folder of the
+    checkpoints on this host. run_id, config: name and settings of the run. log: called with each message.
+    Raises Final if the transfer fails, so that no run continues from an older checkpoint unnoticed.
     """
     leaders = first_ranks(group.peers)
     if config.checkpoint_copies < 2 or len(leaders) < 2:
@@ -253,7 +254,8 @@ def _newest_verified(folder: Path, run_id: str | None, above: int, log: Log) -> 
 
     run_id: name of the run whose checkpoints are considered; None: those of all runs. log: called with a
     message for each damaged checkpoint. Returns (step of the checkpoint, paths of the newer, damaged
-    checkpoints). The step is -1 if there is no such checkpoint.
+    checkpoints). The step is -1 if there is no such checkpoint. A checkpoint that cannot be read for another
+    reason counts as undamaged if run_id is None, and is ignored otherwise.
     """
     damaged: list[Path] = []
     for path in storage.checkpoints(folder):

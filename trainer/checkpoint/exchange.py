@@ -141,12 +141,13 @@ def send_optimizer(group: Collectives, optimizer: MuonAdamW, receivers: Sequence
 def scatter_optimizer(
     group: Collectives, sync: SyncMode, state: State
 ) -> tuple[dict[str, ParameterState], dict[str, ParameterState]]:
-    """Send each rank its part of the optimizer state in rank 0's `state`. All ranks call it.
+    """Send the optimizer state in rank 0's `state` to the ranks. All ranks call it.
 
-    group: the ranks. sync: the sync mode, which determines the parts. Returns (optimizer state of this rank,
-    state of the sync mode, which is equal on all ranks), both {parameter name: {state name: tensor}}. One
-    tensor is sent at a time, so that a rank with a part of the state needs no memory for all of it. At the
-    end, `state` has no optimizer state.
+    group: the ranks. sync: the sync mode. If a parameter or its rows have owner ranks, their state is sent to
+    the owner ranks only, other state to all ranks. Returns (optimizer state of this rank, state of the sync
+    mode, which is equal on all ranks), both {parameter name: {state name: tensor}}. One tensor is sent at a
+    time, so that a rank that owns only some of the state needs no memory for all of it. At the end, `state`
+    has no optimizer state.
     """
     mine: dict[str, ParameterState] = {}
     common: dict[str, ParameterState] = {}

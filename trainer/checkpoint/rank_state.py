@@ -1,9 +1,10 @@
 """The state of a checkpoint that differs between ranks (sync=local): a file per rank, on the rank's host.
 
-own/step_000100-rank1.pt has the parameters of rank 1, which differ from the outer parameters; the parameters
-that it sent to an unfinished sync round; its tokens since the last sync round; its error feedback; and its
-optimizer state. Rank 0 has its optimizer state in the checkpoint instead. The checkpoint's meta.json has the
-sha256 of each file. If the file of a rank is missing, the rank resumes from the checkpoint alone.
+own/step_000100-rank1.pt has the parameters of rank 1, which differ from the outer parameters; if a sync round
+is in flight, the values that the rank subtracts from its parameters at the outer step; the number of its
+tokens since the last sync round; its error feedback; and its optimizer state. The optimizer state of rank 0
+is in the checkpoint instead. The checkpoint's meta.json has the sha256 of each file. If the file of a rank is
+missing or has another sha256, the rank resumes from the checkpoint alone.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ PICKLED_SCHEMA = 2  # the last one with a PICKLED_MODEL
 MODEL_FILES = (MODEL, f"tokenizer/{FILE_NAME}")
 FILES = (*MODEL_FILES, "optim.pt")
 USE_ANOTHER = "Use another checkpoint, or a copy of this one (ansible-playbook fetch.yml)."
-# Errors that mean a damaged file; after others it may be intact and unreadable now.
+# Errors that mean a damaged file. After another error the file may be intact.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
@@ -84,8 +84,8 @@ class State:
     """The state of a run after a step, as a checkpoint contains it.
 
     meta: content of meta.json, such as step. model: {parameter name: tensor}. optim: {parameter name: {state
-    name: tensor}}, for the whole model. Names of the state of the sync mode have the prefix COMMON (see
-    exchange.py); the others are those of the optimizer.
+    name: tensor}}, for the whole model. A state name with the prefix COMMON (see exchange.py) belongs to the
+    sync mode, any other state name to the optimizer.
     """
 
     meta: dict[str, Any]
@@ -169,7 +169,8 @@ def newest(folder: Path, log: Callable[[str], None]) -> State | None:
 
     log: called with a message for each damaged checkpoint. Damaged checkpoints newer than the result are
     renamed to damaged_step_NNNNNN. Raises ConfigError if all checkpoints are damaged, or if an undamaged
-    checkpoint cannot be loaded because a newer release wrote it or the host has too little memory.
+    checkpoint cannot be loaded, for example because a newer release wrote it or the host has too little
+    memory.
     """
     found = checkpoints(folder)
     damaged: list[Path] = []
@@ -247,7 +248,10 @@ def read_meta(
 
 
 def _saved_name(name: str, meta: Mapping[str, Any]) -> str:
-    """The file name of `name`, one of FILES, in a checkpoint with the meta.json `meta`."""
+    """The name of the file `name`, one of FILES, in a checkpoint: up to schema 2, MODEL is named model.pt.
+
+    meta: content of the checkpoint's meta.json.
+    """
     return model_file(Path(), meta).name if name == MODEL else name
 
 

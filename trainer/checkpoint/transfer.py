@@ -3,7 +3,8 @@
 The source sends a header (name, files, sizes), then the files in chunks. A receiver writes them to
 .step_NNNNNN.copy, compares every sha256 with meta.json, and renames the directory at the end, so that an
 incomplete copy is never taken for a checkpoint. A receiver that already has the checkpoint, or has no room
-for it, discards the chunks. At the end each receiver sends "", or a sentence on why it has no copy.
+for it, discards the chunks. At the end each receiver sends "", or a sentence on its problem: why it has no
+copy, or why it cannot delete older copies.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CheckpointTransfer:
     name: name of the checkpoint. size: total bytes of its files.
     sent: bytes sent or received so far; 0 if all receivers already had the checkpoint.
     seconds: duration of the transfer.
-    problems: {host: a sentence on why the host has no copy}.
+    problems: {host: a sentence on why the host has no copy, or cannot delete older copies}.
     lost: the error that ended the transfer early; "" for none.
     """
 
@@ -77,7 +78,7 @@ class CheckpointTransfer:
                 self._receive()
             else:
                 self._send(path)
-        except Exception as error:  # in a thread: it must not be lost, and costs no run
+        except Exception as error:  # the thread would lose it; the run continues
             self.lost = str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
         self.seconds = time.monotonic() - began
 

@@ -3,7 +3,7 @@
 writer = CheckpointWriter(run_dir / "checkpoints", data_dir / "tokenizer", keep=2, log=print)
 writer.save(state)              # returns after the copy; writer.saved is the newest complete checkpoint
 writer.save(state, last=True)   # without a copy: the state must not change until it is written
-writer.save_later(step, size, make)    # the same for the state that `make` returns to the thread
+writer.save_later(step, size, make)    # `make` runs in the thread and returns the state, which is not copied
 writer.wait()                   # until the checkpoint is written, at most as long as a slow disk takes
 
 A full disk does not end a run: older checkpoints are deleted. If that is not enough, a warning is logged, the
@@ -110,10 +110,11 @@ class CheckpointWriter:
         self._writer.start()
 
     def room(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A CPU tensor that the caller may fill with an optimizer state. `save` does not copy it again.
+        """A CPU buffer for an optimizer state. If the caller fills it and saves it, `save` does not copy it.
 
         path: "PARAMETER/STATE", the name of this state. shape, dtype: shape and dtype of the tensor. Waits
-        for the current write, which may still read the tensor.
+        for the current write, which may still read the buffer. If this write does not end in time (see
+        `wait`), returns a new tensor.
         """
         return self._room(path, shape, dtype) if self.wait() else torch.empty(shape, dtype=dtype)
 
@@ -146,7 +147,8 @@ class CheckpointWriter:
         while writing:  # one long collective would time out
             self.wait(COLLECTIVE_WAIT_SECONDS)
             writing = bool(group.gather_int64(torch.tensor([int(self.busy)]))[0])
-        group.raise_problems(self.problem if group.rank == 0 else None)  # others may have written earlier
+        # Another rank may have a problem of its own, from a checkpoint that it wrote as coordinator.
+        group.raise_problems(self.problem if group.rank == 0 else None)
 
     def _write(self, make: Callable[[], State], pause: float | None, patience: float) -> None:
         began = time.monotonic()
@@ -164,7 +166,7 @@ class CheckpointWriter:
             )
 
     def _save(self, make: Callable[[], State], pause: float | None) -> bool:
-        """Write the checkpoint. Returns False if the disk or a quota is full nevertheless."""
+        """Write the checkpoint; returns False if the disk or a quota is full, although `_fits` was True."""
         began = time.monotonic()
         try:
             self.saved = storage.save(self.folder, make(), self._tokenizer_dir, self._keep)
@@ -216,7 +218,7 @@ class CheckpointWriter:
         copies = {}
         for name, tensor in tensors.items():
             copies[name] = self._room(f"{group}/{name}", tensor.shape, tensor.dtype)
-            if copies[name] is not tensor:  # it was not gathered there
+            if copies[name] is not tensor:  # the caller has not filled the buffer from `room`
                 copies[name].copy_(tensor.detach())
         return copies
 

@@ -1,4 +1,4 @@
-"""Conversations: reads and checks files of them, and renders one to token ids and a mask.
+"""Reads and checks files of conversations, and renders a conversation to token ids and a mask.
 
     ids, mask = render(parse_line(line), tokenizer, max_tokens=2048)
 

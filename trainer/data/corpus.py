@@ -39,10 +39,10 @@ GROUP_BYTES = 8 * 2**20
 
 @dataclass
 class _Reading:
-    """A file that is being read: its remaining documents, `left` and `has_begun`.
+    """A file that is being read.
 
-    `left` is the number of its bytes on disk that are not reported as progress yet. `has_begun` is whether a
-    document of it was taken.
+    documents: the remaining documents of the file. left: the number of its bytes on disk that are not
+    reported as progress yet. has_begun: whether a document of the file was taken.
     """
 
     documents: Iterator[str]
@@ -50,7 +50,7 @@ class _Reading:
     has_begun: bool = False
 
     def part(self, n_bytes: int) -> int:
-        """Count `n_bytes` of text as progress; returns the bytes on disk to report for them.
+        """The bytes on disk to report as progress for `n_bytes` of text; subtracts them from `left`.
 
         The sum of all results is at most the size of the file, even if its text is compressed and larger.
         """
@@ -63,8 +63,8 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
     """Add the documents of `files` to `spool`; returns the number of skipped files by reason.
 
     max_bytes: the limit of the text in bytes; 0: no limit. seed: determines the order of the files. With a
-    limit, the files take turns, and about 1/32 of `max_bytes` is read in each turn, so that neither the first
-    folder nor a few huge files fill the corpus.
+    limit, the files take turns, and a turn of a file ends after about 1/32 of `max_bytes`, so that neither
+    the first folder nor a few huge files fill the corpus.
     """
     skipped: Counter[str] = Counter()
     on_disk = sum(file.size for file in files)

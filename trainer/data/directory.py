@@ -208,7 +208,7 @@ def make_directory(
 
     The caller holds the lock of `out`.
     digest: the digest of sources and options (`source_digest`). Shards of this digest are kept if all their
-        files exist and have their sizes.
+        files exist and have their sizes, unless manual pages were skipped and mandoc is installed now.
     make: writes the shards to a folder; returns (manifest entries, number of skipped files by reason).
     vocab_size: the number of tokens of a tokenizer to train.
     tokenizer_dir: the folder of an existing tokenizer to copy; None: a tokenizer is trained. If the
@@ -268,7 +268,10 @@ def _prepared(out: Path, manifest: dict[str, Any], reused: str, clock: Clock) ->
 
 
 def _unchanged(out: Path, digest: str) -> dict[str, Any] | None:
-    """The manifest in `out` if it has this source digest and its shard files have their sizes, else None."""
+    """The manifest in `out` if it has this source digest and its shard files have their sizes, else None.
+
+    Also None if manual pages were skipped because mandoc was missing, and mandoc is installed now.
+    """
     try:
         manifest = read_manifest(out)
     except DataError:

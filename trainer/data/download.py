@@ -118,9 +118,10 @@ def fetch(url: str, path: Path, sha256: str, shared: SharedState) -> Entry:
 
 
 def download_sums(base_url: str) -> dict[str, str]:
-    """Download SHA256SUMS from `base_url`; returns {file name: sha256}, {} if the server has no such file.
+    """Download SHA256SUMS from `base_url`; returns {file name: sha256}.
 
-    Raises DataError if the server answers with any other error, or not at all.
+    Returns {} if the server has no such file or denies access to it. Raises DataError if the server answers
+    with any other error, or not at all.
     """
     url = f"{base_url}/{SUMS}"
     with Progress(SUMS) as progress:

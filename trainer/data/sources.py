@@ -129,7 +129,7 @@ def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
             roots.append(root)
 
     def is_found_below(root: Path) -> bool:
-        """Whether the walk of another source comes to `root`: no folder on the way is left out."""
+        """Whether the walk of another source finds `root`: no folder between the two is ignored."""
         above = [parent for parent in root.parents if parent in roots]
         return any(not any(map(_is_left_out, root.relative_to(parent).parts)) for parent in above)
 
@@ -144,8 +144,8 @@ def _is_left_out(name: str) -> bool:
 def documents(file: SourceFile, limit: int) -> Iterator[str]:
     """Yield the documents of `file`. limit: the most characters of a document; longer text is split.
 
-    Raises SkippedFileError if the file is not text or cannot be read. For a parquet file, raises DataError as
-    `text_columns` does.
+    Raises SkippedFileError if the file is not text, cannot be read, or is a manual page and mandoc is not
+    installed. For a parquet file, raises DataError as `text_columns` does.
     """
     if file.path.suffix == ".parquet":
         for batch in shard_texts(file.path):

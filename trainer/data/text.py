@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 
 def split_text(text: str, limit: int) -> Iterator[str]:
-    """Yield consecutive pieces of `text`, of similar size and of at most `limit` characters each.
+    """Yield consecutive pieces of `text`, of at most `limit` characters each.
 
-    A piece ends after a line break if there is one within the limit.
+    A piece ends after a line break if there is one within the limit, preferably one that makes the pieces
+    similar in size. Text without line breaks is cut every `limit` characters.
     """
     start = 0
     while len(text) - start > limit:

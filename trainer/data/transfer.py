@@ -105,7 +105,7 @@ class Retries:
 
 @dataclass
 class RemoteFile:
-    """What the server reports about a file in its first response.
+    """The metadata of a file, from the first response of the server.
 
     url: the URL of the file.
     validator: ETag or Last-Modified, to verify that later responses are of the same file; "" if unknown.

@@ -69,7 +69,7 @@ def _clear(groups: list[Any], in_flight: dict[int, tuple[Any, Any]]) -> None:
 
 
 def _shut_down(sockets: Collection[int], store_port: int) -> None:
-    """Shut down the connections among `sockets`."""
+    """Shut down the connections of `sockets` (inode numbers), except those to the rendezvous store."""
     names = {f"socket:[{inode}]": inode for inode in sockets}
     for descriptor, target in _descriptors():
         if target in names:
@@ -83,7 +83,10 @@ def _shut_down(sockets: Collection[int], store_port: int) -> None:
 
 
 def _shut_down_connection(descriptor: int, store_port: int) -> None:
-    """Shut down a connection. Raises OSError if the socket has none."""
+    """Shut down the connection of a socket, unless one of its ports is `store_port`.
+
+    descriptor: file descriptor of the socket. Raises OSError if the socket is not connected.
+    """
     connection = socket.socket(fileno=descriptor)
     try:
         if store_port not in (connection.getsockname()[1], connection.getpeername()[1]):

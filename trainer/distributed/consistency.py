@@ -61,7 +61,11 @@ class Record:
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> Record:
-        """The record with these fields. Fields of another release are left out: `compared` has the code."""
+        """The record with the fields in `values`, a dict from JSON.
+
+        Fields that only another release of the trainer has are ignored: the digest of the code in `compared`
+        shows that the releases differ.
+        """
         return cls(
             **{each.name: values[each.name] for each in dataclasses.fields(cls) if each.name in values}
         )
@@ -129,8 +133,8 @@ def check_consistency(
     store: the rendezvous store; None with one rank. mine: the record of this rank. world_size: number of
     ranks. arrival_seconds: time in which all ranks must write their records. is_alive: returns whether a rank
     is running; while all missing ranks are running, they have LOADING_SECONDS more. Raises Final on every
-    rank if a rank cannot train, if compared fields differ, or if `check_layout` raises Final. Raises
-    Retryable if a record is missing or the store is lost.
+    rank if a rank cannot train, if compared fields differ, or if the hosts of the ranks differ from the run
+    file. Raises Retryable if a record is missing or the store is lost.
     """
     records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds, is_alive)
     if len({record.problem for record in records}) > 1:
@@ -192,12 +196,13 @@ def _exchange(
 def compare(records: list[Record]) -> dict[str, list[str]]:
     """The compared fields that differ: {field: list of its values on all ranks, in rank order}.
 
-    A rank without the field has the value "-". records: of all ranks, in rank order.
+    A rank without the field has the value "-". The field "run file", the digest of the whole run file, is
+    left out if another field differs. records: of all ranks, in rank order.
     """
     names = list(dict.fromkeys(name for record in records for name in record.compared))
     values = {name: [record.compared.get(name, "-") for record in records] for name in names}
     differing = {name: row for name, row in values.items() if len(set(row)) > 1}
-    if len(differing) > 1:  # its differing fields are named already
+    if len(differing) > 1:  # the fields in which the run files differ are in `differing` already
         differing.pop("run file", None)
     return differing
 

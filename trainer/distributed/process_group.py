@@ -32,7 +32,7 @@ FIRST_TIMEOUT = timedelta(seconds=9)
 FIRST_NCCL_TIMEOUT = timedelta(seconds=60)  # to find and join all GPUs
 # Until steps are measured: loading a checkpoint, compiling, the first step of a slow host.
 UNMEASURED_TIMEOUT = timedelta(minutes=10)
-SLOWEST = 10  # so many times as long as this rank, another one may take for the same work
+SLOWEST = 10  # another rank may take this many times as long as this rank for the same work
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
@@ -169,7 +169,10 @@ class Collectives:
             dist.distributed_c10d._set_pg_timeout(timeout)
 
     def wait_for_slower(self, seconds: float) -> None:
-        """Let collectives wait at least SLOWEST times `seconds`, which this rank took for its part."""
+        """Raise the time-out of collectives to SLOWEST times `seconds`, if it is shorter.
+
+        seconds: the time that this rank has computed before a collective that slower ranks join later.
+        """
         if SLOWEST * seconds > self.timeout.total_seconds():
             self.set_timeout(timedelta(seconds=SLOWEST * seconds))
 
@@ -228,16 +231,16 @@ class Collectives:
     def start_reduces(self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None) -> Pending:
         """Start to add, for each owner rank, the flat tensors of all other ranks to its own, in place.
 
-        parts: {owner rank: flat tensor}, with the same keys and sizes on all ranks. `wait` completes the sum
-        of which this rank is the owner, and what it sends to others. The owner adds the tensors in rank
-        order. dtype: the number format in which tensors are sent; None: that of `parts`. Gloo's reduce is not
-        used because the owner would send data too, and Gloo's gather because it needs twice the memory of the
-        received data.
+        parts: {owner rank: flat tensor}, with the same keys and sizes on all ranks. `wait` returns when this
+        rank has its sum, if it is an owner, and has sent its tensors to the other owners. The owner adds the
+        tensors of the other ranks to its own tensor in rank order. dtype: the number format in which tensors
+        are sent; None: that of `parts`. Gloo's reduce is not used because the owner would send data too, and
+        Gloo's gather because it needs twice the memory of the received data.
         """
         return _all([self._start_sum(pieces, dtype) for pieces in self._pieces(parts)])
 
     def _start_sum(self, pieces: Mapping[int, Tensor], dtype: torch.dtype | None) -> Pending:
-        """Start to add, for each owner rank, the pieces of all other ranks to its own."""
+        """Start the reduce of one piece for each owner rank. pieces: as `_pieces` yields them."""
         first = next(iter(pieces.values()))
         own = pieces.get(self.rank, first[:0])
         nothing = first.new_empty(0, dtype=dtype or first.dtype)
@@ -271,9 +274,10 @@ class Collectives:
         return {owner: _all(started) for owner, started in waits.items()}
 
     def _pieces(self, parts: Mapping[int, Tensor]) -> Iterator[dict[int, Tensor]]:
-        """The first pieces of all `parts` together, then the second ones, and so on; nothing with one rank.
+        """Split each tensor of `parts` into pieces; yield {owner rank: piece}, the first pieces first.
 
-        parts: {owner rank: flat tensor}. A part that has ended is missing.
+        parts: {owner rank: flat tensor}. A tensor without further pieces is left out. Yields nothing with one
+        rank.
         """
         split = {owner: part.split(self._piece_size(part, PIECE_BYTES)) for owner, part in parts.items()}
         turns = max(map(len, split.values()), default=0) if self.world_size > 1 else 0
@@ -387,7 +391,8 @@ class Collectives:
     def start_on_other(self, start: Callable[[], Any]) -> Any:
         """Call `start`, which starts a collective of another process group of these ranks.
 
-        Returns the result of `start`. Raises PeerLost if this group was abandoned, and with it the others.
+        Returns the result of `start`. Raises PeerLost if `abandon` has ended the process groups of these
+        ranks.
         """
         with self._starting:
             if self._is_abandoned:
@@ -478,7 +483,7 @@ class Collectives:
         time-out of the first connection. Collectives of the new group have UNMEASURED_TIMEOUT. Raises
         PeerLost if a rank is lost before it connects, RuntimeError if it cannot be connected.
         """
-        # A rank that is lost earlier ends the wait for this at once, but that for the connection only late.
+        # If a rank is lost already, this collective fails at once; connecting would fail at its time-out.
         self.gather_int64(torch.tensor([0]))
         before = abandoned.watched_sockets()
         made = dist.new_group(ranks, self._timeout, backend="gloo", group_desc=name)
@@ -501,11 +506,14 @@ class Collectives:
             self.is_waiting = before
 
     def peer_lost(self, error: RuntimeError) -> Exception:
-        """The exception for a failed collective: PeerLost, or `error` itself if this host lacks memory."""
+        """The exception for a failed collective: `error` itself if it is out of memory, else PeerLost."""
         return error if is_out_of_memory(error) else PeerLost(self._name_peer(str(error)))
 
     def _name_peer(self, message: str) -> str:
-        """A sentence on a failed collective; Gloo's error `message` names a lost peer only by its address."""
+        """A sentence on a failed collective: the lost peer, or all peers that it may be, and the cause.
+
+        message: Gloo's error, in which a lost peer has only its address, or no name at all.
+        """
         cause = re.sub(r"^\[[^\]]*\]\s*", "", (message.strip().splitlines() or ["no reason given"])[0])
         cause = cause.split(". This ")[0]  # general advice follows
         others = [peer for peer in self.peers if peer.rank != self.rank]
@@ -528,7 +536,7 @@ class Channel:
     def exchange(
         self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int], out: Tensor | None = None
     ) -> Tensor:
-        """Exchange pieces as `Collectives.start_exchange` does, and wait; returns the flat tensor received.
+        """Exchange parts of `tensor` as `Collectives.start_exchange` does; returns the flat tensor received.
 
         out: the flat tensor to receive into, of sum(receives) values; None: a new one. Raises PeerLost if the
         exchange fails; `out` must then not be used again.

@@ -4,8 +4,9 @@
     pending = step_sync.start(StepReport(loss_sum, seconds, rows, stop=True))
     summary = step_sync.finish(pending)       # losses summed, seconds of each rank, requests of any rank
 
-The reduced tensor holds tables with one element per rank. Each rank sets its own element and leaves the
-others 0, so their sum is the table. Values that only rank 0 sets are 0 on the other ranks.
+The reduced tensor has sections with one element per rank, such as the seconds of each rank. Each rank sets
+its own element and leaves the other elements 0, so after the all-reduce each element is the value of its
+rank. Values that only rank 0 sets are 0 on the other ranks.
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ from trainer.outcome import Final, Retryable, RunEnd, Stopped
 
 POLL_SECONDS = 0.05
 ACCEPT_SECONDS = 3.0  # for a member to accept a proposed view
-READY_SECONDS = 10.0  # after a loss, for a member that answers and still computes; longer if steps are
+READY_SECONDS = 10.0  # after a loss, for a member that answers and still computes; more if steps are long
 FIRST_SECONDS = 45.0  # at the start of a run, for all hosts to arrive
 VIEW_SECONDS = 60.0  # for a member to be in a view after it is ready
-QUORUM_SECONDS = 40.0  # after a loss, for a majority to be there again; members that are left wait as long
+QUORUM_SECONDS = 40.0  # after a loss, for a quorum of hosts to return; members wait longer for a view
 CALM_SECONDS = 60.0  # a member that is lost again sooner waits before it may join again
 SHORTEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 5.0, 120.0
 # The same for a member that leaves in order, which costs the others less.
@@ -197,7 +197,7 @@ class Coordinator:
         """Set how long these members must wait to join again the next time they are left out of a view.
 
         seconds: how long the other members have waited for them. Returns the delay in seconds: SLOW_FACTOR
-        times that.
+        times `seconds`.
         """
         self._slow |= {member.number: SLOW_FACTOR * seconds for member in members}
         return SLOW_FACTOR * seconds
@@ -254,7 +254,10 @@ class Coordinator:
             self._keys.set(f"dropped/{member.number}", str(member.incarnation))
 
     def _await_acceptance(self, view: View, is_dead: Callable[[Member], bool]) -> list[Member]:
-        """The members that have not accepted `view` in ACCEPT_SECONDS; sooner if all of these are dead."""
+        """Wait for the members to accept `view`; returns those that have not accepted it.
+
+        The wait lasts ACCEPT_SECONDS at most. It ends sooner when each member has accepted or is dead.
+        """
         began = self._clock()
         missing = [member for member in view.members if member.number != self.me.number]
         while self._clock() - began < ACCEPT_SECONDS:
@@ -321,8 +324,8 @@ class Follower:
 
         Accepts each proposed view that has this rank. seconds: the longest wait; None, for a rank that joins:
         no limit. Raises Retryable if the coordinator leaves this member out, or if no view is committed in
-        time; Final if the coordinator refuses this rank; the RunEnd with the outcome of the run if the run
-        has ended.
+        time; Final if the coordinator refuses this rank. If the run has ended, raises Final for the outcome
+        final, Retryable for the outcome retryable, else Stopped.
         """
         began, accepted = self._clock(), generation
         while seconds is None or self._clock() - began < seconds:

@@ -1,4 +1,4 @@
-"""The part of this host in elections of a coordinator: its messages, and the file that keeps its term.
+"""How this host takes part in elections of a coordinator: its messages, and the file that keeps its term.
 
 A term is the time under one coordinator; it has a number that grows with each election (election.py).
 
@@ -64,7 +64,7 @@ PORT_SECONDS = 10.0  # for the process of the last attempt to close its port
 
 
 class Candidacy:
-    """This host's part in elections of a coordinator: threads ask the other hosts and answer them.
+    """Takes part for this host in elections of a coordinator: threads ask the other hosts and answer them.
 
     election: the present or last election, with the messages (notices) of the other hosts.
     quorum: the number of hosts that a coordinator needs, its own included.
@@ -79,8 +79,8 @@ class Candidacy:
 
         A rank without a vote only asks. env: environment of this rank at launch, with the addresses of all
         hosts. run_file: the run file. run_dir: the run directory, in which term.json keeps the term. log: the
-        logger of this rank. Raises Retryable if the port is in use; ConfigError if the secret of the fleet or
-        term.json cannot be read.
+        logger of this rank. Raises Retryable if the port is in use or this host does not have its address;
+        ConfigError if the secret of the fleet or term.json cannot be read.
         """
         self._env, self._run_file, self._path, self._log = env, run_file, run_dir / TERM, log
         hosts = len(env.addresses)
@@ -133,7 +133,7 @@ class Candidacy:
 
     @property
     def newer_term(self) -> bool:
-        """Whether this host has learned of a term after its own: another coordinator is then elected."""
+        """Whether this host has learned of a term after its own: another coordinator has been elected."""
         return self.election.known > self.election.term
 
     @property
@@ -203,7 +203,11 @@ class Candidacy:
         return env
 
     def _decide(self) -> Elected | None:
-        """The elected coordinator; None while there is none. Other ranks of a host follow its first one."""
+        """The elected coordinator; None while there is none.
+
+        A rank that is not the first of its host gets the coordinator of the term in term.json, which the
+        first rank writes.
+        """
         is_first = self._env.is_host_leader
         return self.election.decide(None if is_first else read_term(self._path, self._run_file.hosts))
 
@@ -214,7 +218,10 @@ class Candidacy:
         return status
 
     def _keep(self, elected: Elected) -> None:
-        """Write the term to the disk. Raises Retryable if that fails: this host then takes no part in it."""
+        """On the first rank of the host, write the term of `elected` to term.json.
+
+        Raises Retryable if the file cannot be written: this host then does not take part in the term.
+        """
         if not self._env.is_host_leader:
             return
         try:
@@ -256,7 +263,7 @@ class Candidacy:
     # -- the threads -----------------------------------------------------------------------------------
 
     def _ask(self, host: int) -> None:
-        """Ask a host again and again: during an election, and afterwards on the coordinator."""
+        """Ask the host with this index repeatedly: during an election and, on the coordinator, after it."""
         while not self._closed.wait(ASK_SECONDS):
             self._electing.wait(WATCH_SECONDS)
             election = self.election
@@ -338,7 +345,7 @@ class Signer:
 class _Server(socketserver.ThreadingTCPServer):
     """Answers the other hosts at an IP address and port of this host.
 
-    Raises OSError if the port is in use.
+    Raises OSError if the port is in use or this host does not have the address.
     """
 
     allow_reuse_address = True

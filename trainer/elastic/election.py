@@ -1,4 +1,4 @@
-"""Which host coordinates an elastic run: the rule of its elections, without sockets and files.
+"""The rule by which the hosts of an elastic run elect the coordinator. It uses no sockets and no files.
 
     election = Election(me=1, hosts=3, quorum=2, term=0)
     election.asked(notice)            # another host has asked this one
@@ -19,10 +19,10 @@ lower term joins the other. The rule in this module only decides which host trie
 decision costs time and nothing else.
 
 Hosts without a coordinator ask each other several times a second. Each host supports one host: the first one,
-from the last coordinator on, that answers and to which a majority has a connection. A host that a majority
-supports coordinates the next term T for which T mod N is its index. In the first GRACE_SECONDS of an
-election, the hosts support only the last coordinator, unless it has ended or was silent before. The first
-election of a run elects the host with the index 0.
+from the last coordinator on, that answers and to which a quorum of hosts (agreement.py) has a connection. A
+host that a quorum supports coordinates the next term T for which T mod N is its index. In the first
+GRACE_SECONDS of an election, the hosts support only the last coordinator, unless it has ended or was silent
+before. The first election of a run elects the host with the index 0.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Elected(NamedTuple):
 
 
 class Election:
-    """What one host has learned from the notices of the others, and the rule that finds the coordinator.
+    """One election on one host: the notices of the other hosts, and the rule that finds the coordinator.
 
     me: index of this host in the list of hosts. hosts: number of hosts.
     quorum: the number of hosts that a coordinator needs, its own included.

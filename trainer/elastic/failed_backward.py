@@ -1,8 +1,8 @@
-"""Frees what torch keeps of a backward pass that ended with an exception, as when a rank is lost in it.
+"""Frees the memory that torch keeps after a backward pass has raised an exception, as when a rank is lost.
 
-torch's autograd engine has a queue of the nodes that are ready. An exception leaves them there, and with them
-the rest of the graph: activations, parameters, and through their hooks model and optimizer. The next backward
-pass of the same thread removes them.
+torch's autograd engine has a queue of the nodes that are ready. An exception leaves these nodes in the queue.
+They refer to the rest of the graph: activations, parameters and, through hooks of the parameters, the model
+and the optimizer. The next backward pass of the same thread removes the nodes.
 """
 
 from __future__ import annotations

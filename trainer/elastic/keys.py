@@ -1,10 +1,11 @@
-"""What ranks write into the rendezvous store to agree on the members of a run.
+"""The keys that ranks write into the rendezvous store to agree on the members of a run.
 
-A member is identified by two numbers. Its number is its rank among all ranks of the run (`RankEnv.rank`); its
-rank in a view is its position among the members. Its incarnation is 1 for the first process that starts as
-that rank, 2 for the second, and so on. A view is the list of members of one generation.
+A member is identified by its number and its incarnation. The number is its rank among all ranks of the run
+(`RankEnv.rank`). The incarnation is 1 for the first process that starts as this rank, 2 for the second, and
+so on. A view is the list of members between two changes. The generation is the number of a view; it grows
+with each view. The rank of a member in a view is its position in the list.
 
-    nonce                       run id of the coordinator, with the nonce of all signatures (signed.py)
+    nonce                       run id and term of the coordinator; nonce of all signatures (signed.py)
     incarnation/NUMBER          how many processes have started as a rank
     requests                    how often a rank has asked for something by one of the next three keys
     fetch/NUMBER                token of a rank that asks for the shared state before it joins (prefetch.py)
@@ -15,7 +16,7 @@ that rank, 2 for the second, and so on. A view is the list of members of one gen
     proposal                    the newest view that the coordinator proposes
     accepted/GENERATION/NUMBER  incarnation of a member that accepts the proposed view
     committed                   the newest view that all its members have accepted
-    connecting/GENERATION/NUMBER  that a member of a generation is about to connect to the others
+    connecting/GENERATION/NUMBER  set when a member of a generation is about to connect to the others
     dropped/NUMBER              incarnation that is never a member again
     refused/NUMBER              incarnation of a rank that may not join, and the reason
     ended                       outcome and reason of the coordinator, once it ends

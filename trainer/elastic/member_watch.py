@@ -45,11 +45,11 @@ class MemberWatch:
     """Looks for lost members and, on the coordinator, for ranks that ask to join or leave.
 
     view: the newest view; not set before the first one.
-    coordinator: on the coordinator, its part of the agreement; else None.
-    send_state: on the coordinator, with sync=local, function that sends the shared state to a rank that has
-        asked for it, over a connection that a store sets up; else None.
+    coordinator: on the coordinator, the object that proposes and commits views; else None.
+    send_state: on the coordinator, with sync=local, function that sends the shared state (prefetch.py) to a
+        rank that has asked for it; its argument is a store by which the two ranks connect. Else None.
     wants_change: whether a rank asks to join or leave.
-    stopped: event that is set when no thread of this rank watches the members any longer.
+    stopped: event that `stop` sets. The threads that watch the members and the rendezvous store then end.
     """
 
     view: View
@@ -64,8 +64,9 @@ class MemberWatch:
     ) -> None:
         """Prepare to watch; `start` starts the thread.
 
-        env, log: of this rank. keys: its signed keys. end_process: function that ends this process; this
-        thread calls it with the outcome. candidacy: the elections, with coordinator_failover; else None.
+        env, log: of this rank. keys: its signed keys. end_process: function that ends this process with the
+        outcome and reason in its argument; the thread calls it. candidacy: the elections, with
+        coordinator_failover; else None.
         """
         self._env, self._keys, self._log = env, keys, log
         self._end_process, self._candidacy = end_process, candidacy
@@ -92,8 +93,9 @@ class MemberWatch:
         """Start the thread.
 
         age: returns the seconds since the last run status of the rank with this number; None before its first
-        run status. late: returns the numbers of the ranks for which the others no longer wait. join_grace:
-        seconds after which they no longer wait for a rank that joins.
+        run status. late: returns the numbers of the ranks that compute a step for so long that the other
+        members need not wait for them. join_grace: seconds after which the other members no longer wait for a
+        rank that joins.
         """
         self._age, self._late, self._join_grace = age, late, join_grace
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
@@ -123,7 +125,7 @@ class MemberWatch:
         self._joining = time.monotonic(), joining
 
     def end_join(self) -> None:
-        """Stop this measurement: the new members can train now."""
+        """Stop the measurement that `begin_join` started: the new members can train now."""
         self._joining = 0.0, ()
 
     @property
@@ -132,7 +134,11 @@ class MemberWatch:
         return bool(self.coordinator and self._candidacy and self._candidacy.newer_term)
 
     def is_dead(self, member: Member) -> bool:
-        """Whether a member cannot be ready: it is suspected or silent, or its health endpoint refuses."""
+        """Whether a member cannot be in the next view.
+
+        True if the thread has found the member lost, late or slow to join, if the member sends no status and
+        does not answer a query, or if its health endpoint refuses the connection.
+        """
         suspected = (member.number, member.incarnation) in self._suspects
         return suspected or self._is_silent(member) or self._query(member) == EndpointResult.REFUSES
 

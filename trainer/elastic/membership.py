@@ -43,7 +43,7 @@ LOST_STORE = (
 
 
 class Membership:
-    """The members of an elastic run as this rank sees them, and its part in changing them.
+    """The members of an elastic run as this rank sees them; methods to join, to change them and to leave.
 
     view: the newest view (list of members) that has this rank.
     env: the environment of this rank. env.rank is its number, not its rank in the view (see keys.py).
@@ -63,10 +63,10 @@ class Membership:
     ) -> None:
         """Connect to the rendezvous store, which the coordinator opens.
 
-        env, run_id, log: of this rank. end_process: function that ends this process; another thread calls it
-        with the outcome. candidacy: with coordinator_failover, the elections, after a coordinator is elected;
-        else None. Raises RunEnd if the store does not answer or this rank may not take part; ConfigError if
-        the secret of the fleet cannot be read.
+        env, run_id, log: of this rank. end_process: function that ends this process with the outcome and
+        reason in its argument; another thread calls it. candidacy: with coordinator_failover, the elections,
+        after a coordinator is elected; else None. Raises RunEnd if the store does not answer or this rank may
+        not take part; ConfigError if the secret of the fleet cannot be read.
         """
         self.env, self._log, self._candidacy, self._end_process = env, log, candidacy, end_process
         secret = read_secret()
@@ -111,7 +111,7 @@ class Membership:
         this name; with elections, their quorum is used instead. is_loading: returns whether the rank with
         this number still loads. kind: the device kind of the run if it is decided already: "cpu" on a
         coordinator that continues a run from the state in its memory; else "". Raises RunEnd if this rank
-        cannot become a member.
+        cannot become a member; RunEnd or RuntimeError if the store is lost.
         """
         number = self.env.rank
         me = Member(number, self._keys.add(f"incarnation/{number}", 1), record)
@@ -140,7 +140,7 @@ class Membership:
         """Ask the coordinator to send the shared state (prefetch.py) before this rank joins.
 
         Returns a store by which this rank and the coordinator connect for the transfer; None if the run has
-        no view yet, so that it does not train.
+        no view yet, so that it does not train. Raises RuntimeError if the rendezvous store is lost.
         """
         if not self._keys.get("committed"):
             return None
@@ -154,8 +154,8 @@ class Membership:
 
         seconds: the longest wait for a member that still computes and answers; at least READY_SECONDS.
         leaving: on the coordinator, the members that leave now, by rank in the current view; None: all that
-        have announced it. Raises Retryable if this rank is not in the next view, or if the coordinator is
-        lost or replaced.
+        have announced it. Raises Retryable if this rank is not in the next view, if too few hosts remain, or
+        if the coordinator is lost or replaced; Final, Retryable or Stopped if the run has ended.
         """
         seconds = max(READY_SECONDS, seconds)
         with self._using_store():
@@ -204,8 +204,9 @@ class Membership:
     def wait_to_connect(self) -> None:
         """Wait until all members of the view are about to connect to each other, CONNECT_SECONDS at most.
 
-        A member that is lost before this ends the wait as soon as the loss is noticed; Gloo, which connects
-        the members, would wait for it for several seconds more. Raises PeerLost if a member is lost.
+        If a member is lost meanwhile, the wait ends as soon as the loss is noticed; Gloo, which connects the
+        members, would wait several seconds more. Raises PeerLost if a member is lost or not about to connect
+        in time, or if the rendezvous store does not answer.
         """
         generation, began = self.view.generation, time.monotonic()
         waiting = {member.number: member for member in self.view.members}
@@ -243,7 +244,10 @@ class Membership:
 
     @property
     def is_first(self) -> bool:
-        """Whether the run starts with the current view. If not, this rank has joined a run that trains."""
+        """Whether the ranks start from a checkpoint or from step 0 with the current view.
+
+        If not, this rank has joined a run that trains, or the run continues from state in memory.
+        """
         return not self.view.kind
 
     def decide_kind(self, kind: str) -> str:
@@ -317,7 +321,7 @@ class Membership:
 
         Call this on another thread than the training thread. Returns True when the other ranks can continue
         without this one; False if that takes longer than `seconds` or the store is lost. Also False on the
-        coordinator of a run without coordinator_failover, and on the last host.
+        coordinator of a run without coordinator_failover, and if the members are on one host only.
         """
         hosts = {member.record.host for member in self.view.members} if hasattr(self, "view") else set()
         if len(hosts) == 1:

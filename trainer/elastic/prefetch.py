@@ -32,13 +32,13 @@ POLL_SECONDS = 0.02
 
 
 def send_state(store: dist.Store, sync: Local, optimizer: MuonAdamW) -> None:
-    """Send the optimizer state and the outer state of this rank to the rank that has asked for them.
+    """Send the shared state of this rank, the coordinator, to the rank that has asked for it.
 
     store: a store that only these two ranks use, to connect. sync, optimizer: those of this rank; another
     thread may train with them meanwhile. The optimizer state that is sent may then mix the states of several
     steps, an error that fades as the receiver trains. Fragments (parts of the outer parameters) that an outer
-    step has changed since they were sent are sent again, in up to PASSES passes. The transfer ends in a step
-    without an outer step, if there is one, so that the receiver then has the current fragments. Raises
+    step has changed since they were sent are sent again, in up to PASSES passes. The transfer ends after the
+    first pass that ends in a step without an outer step: the receiver then has the current fragments. Raises
     RuntimeError if the connection fails.
     """
     pair = _connect(store, SENDER)

@@ -7,9 +7,10 @@
     if is_complete(offers):
         optim = reshard(group, offers, held, model, sync)     # parameters are received in place
 
-After a step each rank has all parameters and the optimizer state of what it owns. Its rows of embeddings that
-other ranks own may have old values. A new member receives about the same amount from each other rank. The
-other members receive the rows and the optimizer state that they own from now on from the old owner ranks.
+After a step each rank has all parameters, and the optimizer state of the matrices and rows that it owns. Rows
+of embeddings that other ranks own may have old values. A new member receives about the same amount of data
+from each other rank. The other members receive the rows and the optimizer state that they now own from the
+old owner ranks.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ Rows = Tensor | None  # numbers of rows, int64, ascending; None: the whole tenso
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of the state of a run after a step.
+    """The parameters and optimizer state of a run that one rank has after a step.
 
-    step: the number of completed steps; -1: the rank has nothing. meta: on rank 0, the content of meta.json
-    for a checkpoint of this step.
+    step: the number of completed steps; -1: the rank has nothing. meta: the content of meta.json for a
+    checkpoint of this step, on rank 0 and in a copy; else {}.
     rows: {key: the numbers of the rows that the rank has, or None for the whole tensor}. The key of a
         parameter is "model/NAME"; the key of its optimizer state is NAME.
     tensors: {path: tensor}. The path of a parameter is its key; the path of optimizer state is NAME/STATE. If
@@ -71,7 +72,7 @@ class Held:
                 parameter.data[rows] = tensor
 
     def without_old_rows(self) -> Held:
-        """The same, but parameters with old values in some rows have new tensors without these rows."""
+        """The same Held, but parameters with old values in some rows have new tensors without these rows."""
         tensors = dict(self.tensors)
         for key, rows in self.rows.items():
             if key.startswith(MODEL) and rows is not None:
@@ -162,7 +163,7 @@ def gather_offers(group: Collectives, held: Held) -> list[Held]:
 
 
 def is_complete(offers: Sequence[Held]) -> bool:
-    """Whether the ranks have the whole state together. offers: by rank."""
+    """Whether the ranks together have the whole state. offers: the result of `gather_offers`."""
     parameters = [key for key in offers[0].rows if key.startswith(MODEL)]
     for key in [*parameters, *(each.removeprefix(MODEL) for each in parameters)]:
         found = [offer.rows[key] for offer in offers if key in offer.rows]

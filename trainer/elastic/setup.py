@@ -44,7 +44,7 @@ CONNECT_TIMEOUT = timedelta(seconds=1.5)  # Gloo gives up connecting after five 
 
 @dataclass
 class Kept:
-    """What a rank with sync=local keeps when the coordinator is lost, to continue under the next coordinator.
+    """The state of a rank with sync=local, kept when the coordinator is lost, to continue under the next one.
 
     meta: content of meta.json for a checkpoint of the rank's last step. model, optimizer, sync: of this rank.
     """
@@ -77,7 +77,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a setup has read and measured on this host, for the next setup in the same process.
+    """The data and measurements of this host that a setup passes to the next setup in the same process.
 
     To read the data again would take 0.7 s per GB, and longer from a disk, because its sha256 is verified.
     data, core, options: attributes of RunSetup.
@@ -233,9 +233,9 @@ class ElasticSetup(RunSetup):
             self._set_aside_replaced()
 
     def _regroup(self, sync: Local, state: State) -> None:
-        """With sync=local, give new ranks the shared state; the others continue from their own.
+        """With sync=local, send the shared state to new ranks; the others continue from their own parameters.
 
-        state: on rank 0, that of the last step, without tensors.
+        state: its meta is that of the last step of rank 0; it has no tensors.
         """
         if self._kept_term not in (None, int((state.meta.get("terms") or [[0]])[-1][0])):
             self._is_new = True

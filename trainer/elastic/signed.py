@@ -79,7 +79,7 @@ class SignedKeys:
 
     keys: reads and writes the signed texts in the rendezvous store. secret: the secret of the fleet. nonce:
     the nonce of this attempt of the coordinator. report: function of (key, message), called once for each key
-    whose value is invalid. Counters, of the processes of a rank and of requests, are not signed. A host
+    whose value is invalid. The counters incarnation/NUMBER and requests (keys.py) are not signed. A host
     without the secret that changes a counter can keep a process from becoming a member, as can any host that
     can write to the store, but cannot make a process a member.
     """

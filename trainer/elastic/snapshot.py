@@ -37,25 +37,25 @@ from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
 CHUNK_BYTES = 4 * 2**20
-# The interval between copies, in seconds, and its least value as a multiple of what a copy costs: training
-# pauses for at most half a percent of the time, and a copy is on the way for a twentieth of it. While no host
-# is lost, both are a third of that.
+# The interval between copies, in seconds, and its least value as a multiple of the pause and of the transfer
+# time of a copy: training pauses for at most 0.5 % of the time, and a copy is being sent for at most 5 % of
+# it. If no host was lost lately, both are a third of that.
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 2.0, 60.0
 PAUSES, TRANSFERS, CALM = 200, 20, 3
 # A copy is sent while the training thread computes: on a slow link its own transfers would wait for the copy.
-GAP_SECONDS = 20.0  # of waiting for that, for a copy; then the rest is sent at any time
+GAP_SECONDS = 20.0  # the longest wait for this in one copy; its rest is then sent without waits
 POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Formats and sizes of the parts of all ranks, which are the same for all copies of a process group.
+    """Formats and sizes of the parts of a copy, one part per rank; equal for all copies of a process group.
 
     formats: for each rank, names, data types and shapes of the tensors in its part (see formats_of).
-    rows: {key: for each rank, the numbers of the rows that are in its part}, for each key (see Held) of which
-        no rank has all rows.
+    rows: {key: for each rank, the numbers of the rows in its part}. It has only the keys (see Held) of
+        tensors whose rows are divided among the ranks.
     sizes: for each rank, the number of bytes that it sends to a holder.
-    own: {key: rows} of what is in the part of this rank.
+    own: {key: rows} for the tensors in the part of this rank, as in Held.
     """
 
     formats: list[bytes]
@@ -66,10 +66,10 @@ class Layout:
 
 @dataclass
 class Copy:
-    """What a rank has of the state of a run after a step.
+    """A copy of the state of a run after a step, whole or in part, in the memory of one rank.
 
     meta: content of meta.json for a checkpoint of this step. rank: the rank that has the copy.
-    layout: form of the parts of all ranks.
+    layout: formats and sizes of the parts of all ranks.
     parts: for each rank, the bytes of its tensors, uint8, flat. The part of `rank` has all tensors of that
         rank. The part of another rank has what the other rank owns, if `rank` is a holder (a rank that has
         the whole state); else it is empty.
@@ -101,7 +101,7 @@ class Copy:
         return int(self.meta["terms"][-1][0])
 
     def begin_assembly(self) -> Future[State]:
-        """Start `assemble` in a thread, unless it was started. `take_state` waits for it."""
+        """Start `assemble` in a thread, if not yet started; returns its Future. `take_state` waits for it."""
         if self._assembly is None:
             pool = ThreadPoolExecutor(1, "assemble")
             self._assembly = pool.submit(self.assemble)
@@ -187,7 +187,7 @@ class Snapshots:
         return time.monotonic() - self._started_at
 
     def interval(self, is_calm: bool) -> float:
-        """Seconds from one copy to the next, in proportion to what the newest one has cost.
+        """Seconds from one copy to the next, in proportion to pause and transfer time of the newest copy.
 
         The result is at least 2, and low enough that the next copy arrives before the newest one is 60 s old.
         If a copy takes longer than 20 s to arrive, the result is at most twice that time instead. The pause
@@ -214,7 +214,7 @@ class Snapshots:
     def start(
         self, step: int, model: nn.Module, sync: SyncMode, optimizer: MuonAdamW, meta: dict[str, Any]
     ) -> None:
-        """Copy the part of this rank and start to send it to the holders.
+        """Copy this rank's part of the state and start to send it to the holders.
 
         All ranks call it after the same step; from the second copy on, they do not wait for each other.
         model, sync, optimizer: those of this rank. meta: on the coordinator, content of meta.json for a
@@ -297,10 +297,10 @@ class Snapshots:
             self.finish()
 
     def _send(self, part: Tensor, sizes: list[int], copy: Copy | None) -> None:
-        """Send the part of this rank to the holders; a holder receives those of the others.
+        """Send this rank's part of the state to the holders; a holder receives the parts of the other ranks.
 
         part: of this rank, uint8, flat. sizes: bytes of the part of each rank. copy: on a rank that keeps
-        copies, the copy with its own part only.
+        copies, the new copy, which has only its own part yet and becomes `newest`; else None.
         """
         rank, began, waited = self._group.rank, time.monotonic(), 0.0
         to = [other in self._holders and other != rank for other in range(len(sizes))]

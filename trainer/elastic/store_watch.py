@@ -16,7 +16,7 @@ from trainer.host.rank_env import RankEnv
 LOST_STORE_SECONDS = 3.0  # without an answer of the store, a member gives up
 ASK_SECONDS = 0.5
 WATCH_SECONDS = 0.25
-FROZEN_SECONDS = 2.0  # in which this thread did not run; nor could the store answer
+FROZEN_SECONDS = 2.0  # if this thread did not run for so long, the wait for an answer begins again
 
 
 class StoreWatch:

@@ -1,8 +1,9 @@
 """Training of one rank of an elastic run: the run continues without a restart when hosts leave and join.
 
-After a step, the members that stay and those that join connect again. In an orderly change they continue
-from that step, and after a loss from a copy of the state, the newest complete one, by default about a minute
-old at most; the steps after it are trained again, on the same rows. Each receives what it lacks (reshard.py).
+In a change of the members, the ranks that stay and those that join connect again. In an orderly change they
+continue from the last step. After a loss they continue from the newest complete copy of the state, by default
+about a minute old at most; the steps after this copy are trained again, on the same rows. Each rank receives
+the part of the state that it lacks (reshard.py).
 
 With sync=local no copies are needed: each rank continues from its own parameters (trainer/sync/local.py).
 
@@ -341,9 +342,10 @@ class ElasticTrainer(Trainer):
         self._change_members()
 
     def _prepare_change(self) -> list[int]:
-        """Before an orderly change, send the state to the ranks that stay; returns the ranks that leave.
+        """Before an orderly change, send the state of leaving ranks to the ranks that stay.
 
-        All ranks call it after the same step. With sync=local, nothing is sent.
+        Returns the ranks that leave. All ranks call it after the same step. If rank 0 leaves, a copy of the
+        state is completed instead. With sync=local, no state is sent.
         """
         self._stopped_at = time.monotonic()
         self.run_status.enter("resume")
@@ -406,7 +408,10 @@ class ElasticTrainer(Trainer):
         self._report_change(before.step, self._stopped_at)
 
     def _saved_state(self) -> State | None:
-        """On the coordinator, the state from which the members continue if they do not have it together."""
+        """On the coordinator, the state to continue from if the members together lack a part of the state.
+
+        None if there is no copy of the state. With sync=local, a State with only the meta.
+        """
         if self._is_local:
             return State(self._meta_to_continue(), {}, {})
         return state_of(self.copies.newest)
@@ -472,7 +477,7 @@ class ElasticTrainer(Trainer):
     # -- the end ---------------------------------------------------------------------------------------
 
     def _complete(self, end: RunEnd, seconds: float) -> RunEnd:
-        """On SIGTERM, end after the current step; the others continue. Otherwise as in every run."""
+        """As in every run. On SIGTERM, also wait until the other ranks can continue without this rank."""
         until = time.monotonic() + seconds
         end = super()._complete(end, seconds)
         membership = self.setup.membership

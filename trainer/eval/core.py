@@ -55,7 +55,7 @@ class TaskResult:
 
 
 class HasScale(Protocol):
-    """A task whose accuracy can be centered."""
+    """A task that can convert an accuracy to the field `centered` of TaskResult."""
 
     def centered(self, accuracy: float) -> float: ...
 

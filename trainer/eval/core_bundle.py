@@ -28,7 +28,8 @@ from trainer.data import DataError
 TASKS, BASELINES, DATA = "core.yaml", "eval_meta_data.csv", "eval_data"
 TASK_COLUMN, BASELINE_COLUMN = "Eval Task", "Random baseline"
 CHOICE, SCHEMA, LANGUAGE = "multiple_choice", "schema", "language_modeling"
-# Fields of an item by type: texts, a list of texts from which `gold` is the index of the right one.
+# Fields of an item by type of the task. TEXTS: fields with a text. OPTIONS: the field with a list of texts,
+# of which `gold` is the index of the right one.
 TEXTS = {CHOICE: ("query",), SCHEMA: ("continuation",), LANGUAGE: ("context", "continuation")}
 OPTIONS = {CHOICE: "choices", SCHEMA: "context_options"}
 DELIMITER = " "

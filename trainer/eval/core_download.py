@@ -102,7 +102,8 @@ def _unpack(archive: Path, folder: Path) -> None:
             folder.rmdir()
         os.replace(temporary, folder)
         sync_folder(folder.parent)
-    # Damaged, compressed data that are damaged, cut off; encrypted or compressed in an unknown way.
+    # A damaged file, damaged compressed data, a file that is cut off; one that is encrypted or compressed by
+    # an unknown method.
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise DataError(
             f"{archive} cannot be unpacked ({error}). Repeat the command, which downloads the file again. If "

@@ -49,8 +49,8 @@ def make_prompts(task: Task, number: int, tokenizer: Tokenizer, limit: int) -> l
         length = common_suffix(tokens)
         prompts = [Prompt(ids, len(ids) - length) for ids in tokens]
     else:
-        # With most tokenizers the first list begins the second one; where it does not, the tokens from the
-        # first difference on are scored, which nanochat refuses.
+        # With most tokenizers the second list begins with the whole first list. If it does not, the tokens
+        # from the first difference on are scored; nanochat refuses such an item.
         prompts = [Prompt(tokens[1], common_prefix(tokens))]
     return [_cropped(prompt, limit) for prompt in prompts]
 

@@ -112,7 +112,7 @@ class Evaluation:
         return device
 
     def _connect(self) -> None:
-        """Load everything, compare it with the other ranks and open the process group."""
+        """Load checkpoint, data and tasks, compare them with the other ranks, and open the process group."""
         store = join_store(self.env, NAME) if self.env.world_size > 1 else None
         self.shared = SharedModel(self.env, store, self.args.checkpoint)
         problem, compared = "", {}

@@ -64,7 +64,10 @@ class Results:
                 write_json(self.folder / RESULT, content)
 
     def _lock(self) -> AbstractContextManager[None]:
-        """Hold the lock of the folder. Raises DataError if the folder cannot be written."""
+        """Context in which this process holds the lock of the folder; without a folder, it does nothing.
+
+        Raises DataError if the folder cannot be written.
+        """
         return locked(self.folder / ".lock") if self.folder else nullcontext()
 
     def begin_core(self, bundle: Bundle, max_per_task: int) -> dict[str, list[int]]:

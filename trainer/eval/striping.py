@@ -52,7 +52,8 @@ def add_up(group: Collectives, began: float, *values: float) -> list[int]:
     """The sum of each of `values` over all ranks, rounded to integers.
 
     A collective call. All ranks pass the same number of values. began: the time (time.monotonic) at which
-    this rank began its part of the block; it waits for ranks that need much longer.
+    this rank began its items of the block. The longer these took, the longer this rank waits for the other
+    ranks before the collective times out.
     """
     group.wait_for_slower(time.monotonic() - began)
     totals = torch.tensor(values, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
     code = run_attempt(run_dir, env, log, make, start)
 
-Every end of the attempt is written to outcome.json. The first end counts; later ones change nothing.
+The first end of the attempt is written to its outcome file; later ends change nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Attempt:
     path: the outcome file.
     reason: why the attempt has ended; "" before its end.
     left: a sentence that the other hosts continue the run, if this rank has left an elastic run; else "".
-    before_end: called as before_end(end, seconds) by a thread other than the training thread, before that
-        thread ends the process. The function waits at most `seconds` for a checkpoint that is being written,
-        and returns the end of the attempt.
+    before_end: function that a thread other than the training thread calls as before_end(end, seconds) before
+        it ends the process. The function waits at most `seconds` for a checkpoint that is being written, and
+        returns the end of the attempt.
     """
 
     def __init__(self, run_dir: Path, env: RankEnv) -> None:

@@ -86,7 +86,8 @@ def has_stepped(run_dir: Path) -> bool:
 def announce(run_dir: Path) -> None:
     """Write announced.json before an attempt starts, so that an attempt that fails while loading is counted.
 
-    An earlier attempt that has no line in attempts.jsonl gets one. Errors of the disk are ignored.
+    An earlier attempt that has no line in attempts.jsonl gets one, and its attempt.json is deleted. Errors of
+    the disk are ignored.
     """
     content = {"began": time.time(), "requested": is_requested(run_dir)}
     with contextlib.suppress(OSError):  # the attempt itself reports a full disk
@@ -182,7 +183,10 @@ def _start_of(running: Line) -> Line:
 
 
 def _end_of_log(log: Path) -> tuple[str, float | None]:
-    """The last exception in `log` as a sentence, and the time of its last write (Unix time)."""
+    """The last exception in the file `log` as a sentence, and the Unix time of the last write to the file.
+
+    The time is None if the file cannot be read.
+    """
     text, ended_at = "", None
     with contextlib.suppress(OSError), open(log, "rb") as file:
         ended_at = os.fstat(file.fileno()).st_mtime

@@ -1,4 +1,4 @@
-"""The diagnosis of a rank: one table over its run status, its health endpoint and its host.
+"""The diagnosis of a rank: a table gives the verdict for its run status, its health endpoint and its host.
 
     diagnose(Freshness.FRESH, EndpointResult.SILENT, reachable=True)    # Verdict.IMPAIRED
 

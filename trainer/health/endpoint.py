@@ -196,8 +196,9 @@ def send_line(connection: socket.socket, message: dict[str, Any], deadline: floa
 
 
 def read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
-    """Read a line; returns its bytes with the newline. The sender must wait for an answer then.
+    """Read a line; returns its bytes with the newline.
 
+    After the line, the sender must wait for an answer: lines that arrive together are not separated.
     limit: nothing more is read after `limit` bytes. Blocks of up to 65,536 bytes are read, so the line can be
     longer than `limit` by that number. deadline: a time of time.monotonic(). Raises TimeoutError if the line
     has not arrived by then; ValueError if what was read does not end with a newline, because the line is too

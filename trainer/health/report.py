@@ -130,7 +130,7 @@ def _effort(status: RunStatusRecord) -> str:
 
 
 def describe_delay(evidence: Sequence[RankEvidence]) -> str:
-    """One sentence on a late step, with a part for each rank.
+    """One sentence on a late step, with a clause for each rank and without a full stop.
 
     evidence: the evidence on each rank. The ranks that delay the others come first.
     """

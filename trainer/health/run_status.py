@@ -63,7 +63,7 @@ class RunStatus:
     def __init__(
         self, run_dir: Path, env: RankEnv, run_id: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin in the phase load.
+        """Begin in the stage load; the first call of `enter` begins the first phase.
 
         Call this on the thread that trains: the CPU time of this thread is measured. run_dir: the folder of
         the heartbeat file. env: the environment of this rank. run_id: the name of the run. clock: returns the
@@ -205,7 +205,7 @@ class RunStatus:
             except OSError:
                 with contextlib.suppress(OSError):  # a status that cannot be written does not end a run
                     temporary.unlink(missing_ok=True)
-                    with open(self.path, "r+b", buffering=0) as file:  # on a full disk, it has its block
+                    with open(self.path, "r+b", buffering=0) as file:  # on a full disk: write in place
                         file.write(content.ljust(os.fstat(file.fileno()).st_size))
 
 

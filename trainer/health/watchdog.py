@@ -319,8 +319,9 @@ class Watchdog:
     def explain(self, error: Retryable) -> RunEnd:
         """Find the cause of a failed collective, in about EXPLAIN_SECONDS; returns the end of the attempt.
 
-        error: the exception of the collective. The result is the end that another rank has published. If no
-        rank has published its end, the result follows from a diagnosis of the ranks.
+        error: the exception of the collective. The result follows from the end that another rank has
+        published, except an end that is only due to the loss of a further rank. If there is no such end, the
+        result follows from a diagnosis of the ranks.
         """
         began = time.monotonic()
         evidence: list[RankEvidence] = []
@@ -354,7 +355,7 @@ class Watchdog:
         self._exchange.publish()
 
     def _end(self, end: RunEnd) -> None:
-        """Write the outcome and end this process, whose main thread waits in a failed collective."""
+        """Publish and write the outcome, and end this process, whose main thread may wait in a collective."""
         self.announce_end(end.outcome, str(end))
         self._attempt.end_process(end, self._log)
 

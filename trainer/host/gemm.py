@@ -1,4 +1,4 @@
-"""Measures GEMM rates in this process: one core for each number format, or one shape with all threads."""
+"""Measures GEMM rates: of one core for each number format, or of all torch threads for one shape."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Options:
-    """What this rank can compute on, before the device of the run is chosen.
+    """The devices on which this rank can compute, found before the device of the run is chosen.
 
     cpu: device, number formats and threads on the CPU; set even if `refusals` has the key "cpu".
     cuda: the same on the GPU of this local rank; None if the host has no GPU for this rank.
@@ -389,13 +389,12 @@ def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int 
     """Restore the arithmetic of a checkpoint, so that a resumed run is bitwise the same.
 
     Returns `numerics` with the compute format, GEMM library and threads of the checkpoint. Sets torch's GEMM
-    library and number of threads, and binds the threads to the
-    processors of the checkpoint. saved: the result of `Numerics.saved` in the checkpoint. threads: the
-    setting threads; 0: not set.
+    library and number of threads, and binds the threads to the processors of the checkpoint. saved: the
+    result of `Numerics.saved` in the checkpoint. threads: the setting threads; 0: not set.
     Nothing is restored if the checkpoint is of another device (cpu or cuda). The format bfloat16 is not
-    restored if this host emulates it. The threads are not restored if `threads` or OMP_NUM_THREADS sets their
-    number now, if their number was set at the checkpoint and is not set now, or if the usable processors have
-    changed.
+    restored if this host emulates it, nor oneDNN if it cannot be used here. The threads are not restored if
+    `threads` or OMP_NUM_THREADS sets their number now, if their number was set at the checkpoint and is not
+    set now, or if the usable processors have changed.
     """
     if saved.get("device") != numerics.device.type or saved.get("compute_dtype") not in FORMATS:
         return numerics

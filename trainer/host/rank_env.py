@@ -117,9 +117,10 @@ class RankEnv:
         return self.launch_rank_of(self.rank)
 
     def launch_rank_of(self, number: int) -> int:
-        """The rank at launch of the member with this number: an election changes the numbers of the members.
+        """The rank at launch of the process whose `RankEnv.rank` is `number`.
 
-        A rank that was added while the run trains has its number instead, which is at least the world size.
+        The two differ after the hosts have elected another coordinator. For a rank that was added to an
+        active elastic run, the result is `number`, which is at least the world size.
         """
         first = self.first_host * self.local_world_size
         return (number + first) % self.world_size if number < self.world_size else number

@@ -184,7 +184,7 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
 
 def _steps_of(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """The number of steps of a base run, also if its settings give a ratio or FLOPs instead of it."""
+    """The number of steps of a base run, also if its settings give target_flops or a token ratio instead."""
     from trainer.run_plan import make_plan
 
     return make_plan(config, tokenizer.vocab_size, 1).num_iterations
@@ -196,7 +196,10 @@ def _quoted(path: Path) -> str:
 
 
 def _flags(config: RunConfig, names: tuple[str, ...]) -> list[str]:
-    """The options of `train` for the settings `names`, without defaults except depth and num_iterations."""
+    """The options of `train` for the settings `names`, as texts such as "--depth 8".
+
+    Settings with their default values are left out, except depth and num_iterations.
+    """
     default = RunConfig()
     always = {"depth", "num_iterations"}
     chosen = [name for name in names if name in always or getattr(config, name) != getattr(default, name)]

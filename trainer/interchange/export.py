@@ -46,8 +46,8 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
 
     model_tag: name of the model's folder in `out`; "": d<number of layers>. overwrite: whether to replace
     existing files that have other content. Raises ConfigError if there are such files and `overwrite` is
-    False, or if the checkpoint cannot be exported; then no file is written. Files with the same content are
-    kept.
+    False, or if the checkpoint cannot be exported, and DataError if its tokenizer cannot be read; then no
+    file is written. Files with the same content are kept.
     """
     try:
         meta = storage.read_meta(step_dir, storage.MODEL_FILES)
@@ -115,7 +115,10 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
 
 
 def _has_token_bytes(path: Path, tokenizer: Tokenizer) -> bool:
-    """Whether the file `path` has the lengths of this tokenizer's tokens, also if nanochat has written it."""
+    """Whether the file `path` has the lengths of this tokenizer's tokens in bytes.
+
+    The values are compared, not the files: a file of nanochat with the same values may differ.
+    """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
         return torch.equal(found, torch.from_numpy(tokenizer.token_bytes))
@@ -124,9 +127,9 @@ def _has_token_bytes(path: Path, tokenizer: Tokenizer) -> bool:
 
 
 def _is_there(path: Path, tokenizer: Tokenizer, overwrite: bool) -> bool:
-    """Whether the file `path` is this tokenizer; False if it does not exist.
+    """Whether the file `path` contains this tokenizer; False if the file does not exist.
 
-    Raises ConfigError if the file is another tokenizer, unless `overwrite` is set.
+    Raises ConfigError if the file contains another tokenizer or none, unless `overwrite` is True.
     """
     if not path.exists():
         return False

@@ -1,8 +1,8 @@
-"""Causal attention with windows; only visible pairs of query and key are computed.
+"""Causal attention with windows: a query sees the key at its own position and `window` keys before it.
 
-On a CPU the attention of whole sequences is computed as GEMMs, over blocks of queries and their visible keys.
-These GEMMs reach the processor's GEMM rate, also in bfloat16; torch's attention reaches it in bfloat16 only
-on processors with AMX.
+On a CPU the attention of whole sequences is computed as GEMMs, over blocks of queries and the keys that they
+see. These GEMMs reach the processor's GEMM rate, also in bfloat16; torch's attention reaches it in bfloat16
+only on processors with AMX. On a GPU, and with cached keys, torch's attention is used.
 Shapes: B rows, T tokens, H heads of queries with E numbers each; G heads of queries share one head of keys
 and values; N = B * H / G.
 """
@@ -70,7 +70,7 @@ def attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int, grouped:
 
 
 class _InBlocks(torch.autograd.Function):
-    """Attention in blocks of queries. Logits and softmax are in float32 or better, GEMMs in q's dtype."""
+    """Attention in blocks of queries. Logits and softmax are in float32 or better, the rest in q's dtype."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int) -> Tensor:
@@ -95,7 +95,7 @@ class _InBlocks(torch.autograd.Function):
         q_NGTE, k_NTE, v_NTE, y_BHTE, *kept = ctx.saved_tensors
         softmax = _Softmax(q_NGTE, k_NTE, ctx.window)
         grad_NGTE = grad_BHTE.reshape(q_NGTE.shape)
-        # What a logit's gradient has in common with those of its row: the gradient along the row's result.
+        # The backward pass of softmax subtracts sum(P * dP) of a row from each dP; this sum is grad . y.
         common_NGT1 = (grad_BHTE * y_BHTE).sum(-1, keepdim=True, dtype=softmax.dtype)
         common_NGT1 = common_NGT1.reshape(*q_NGTE.shape[:3], 1)
         dq_NGTE, dk_NTE, dv_NTE = torch.empty_like(q_NGTE), torch.zeros_like(k_NTE), torch.zeros_like(v_NTE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-VOCAB_MULTIPLE = 64  # tables are padded to it, so that lm_head has a shape matmuls like
+VOCAB_MULTIPLE = 64  # the rows of embeddings and lm_head are a multiple of it, which makes GEMMs faster
 SMEAR_CHANNELS = 24  # the smear gate reads this many channels of the embedding
 
 
@@ -16,8 +16,8 @@ class GPTConfig:
     sequence_len: the number of tokens of the context, T. vocab_size: the number of tokens of the tokenizer.
     n_layer: the number of layers. n_embd: the width D. n_head: the number of attention heads. n_kv_head: the
         number of heads of keys and values.
-    window_pattern: the attention windows: letters S (short) and L (whole context), repeated over the layers;
-        the last layer is always L.
+    window_pattern: the attention windows: letters S (a quarter of the context, rounded up to a multiple of
+        128 tokens) and L (whole context), repeated over the layers; the last layer is always L.
     Raises ValueError if a value is out of range or contradicts another value.
     """
 

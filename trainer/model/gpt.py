@@ -10,7 +10,7 @@
     model.compute_dtype = torch.bfloat16            # for GEMMs; weights and gradients keep their dtype
     model.recompute = True                          # backward computes each layer again: less memory
 
-Parameter names are nanochat's, so that each of the two can load a state dict of the other.
+Parameter names are those of nanochat, so that nanochat can load a state dict of this model, and the reverse.
 Shapes: B rows, T tokens, D = n_embd, H heads of E = head_dim, V vocabulary, L layers.
 """
 

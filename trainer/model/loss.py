@@ -116,18 +116,19 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def add_rows(total_VD: Tensor, rows_M: Tensor, values_MD: Tensor) -> None:
     """Add values_MD to the rows rows_M of total_VD; repeated rows in a fixed order, for reproducible bits."""
     if total_VD.is_cuda:
-        total_VD.index_put_((rows_M,), values_MD, accumulate=True)  # sorts them there, as index_add_ does not
+        total_VD.index_put_((rows_M,), values_MD, accumulate=True)  # on a GPU it sorts; index_add_ does not
     else:
-        total_VD.index_add_(0, rows_M, values_MD)  # one after another here, as index_put_ is not
+        total_VD.index_add_(0, rows_M, values_MD)  # on a CPU it adds rows in their order, unlike index_put_
 
 
 class _SummedLoss(torch.autograd.Function):
     """Computes the loss and both gradients in forward, in one pass over the tokens; backward returns them.
 
     The derivative with respect to an uncapped logit is (p - t) (1 - tanh^2), where p = exp(capped logit) /
-    sum, and t is 1 for the target, else 0. The blocks are not divided by the sum: the other factor of each
-    GEMM is divided instead. The blocks are 0 at the targets, whose gradients are added separately: where p is
-    close to 1, p - 1 is computed before it is rounded to a narrow format.
+    sum, and t is 1 for the target, else 0. The kept blocks hold exp(capped logit) (1 - tanh^2) and are not
+    divided by the sum: the other factor of each GEMM is divided instead. Their entries for the targets are 0,
+    and the gradients of the targets are added separately: p - 1 is then computed before it is rounded to a
+    narrow format, which is more precise where p is close to 1.
     """
 
     @staticmethod

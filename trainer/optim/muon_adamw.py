@@ -34,7 +34,7 @@ POLAR_EXPRESS = (
 )
 GRAM_FROM = 2.0  # longer over shorter side; the Gram matrix needs fewer FLOPs from 1.5 on, 45 % fewer at 4
 ADAMW_EPS = 1e-10
-REFERENCE_WIDTH = 768  # the n_embd at which the rates of the tables were tuned
+REFERENCE_WIDTH = 768  # the n_embd at which the rates of embeddings and lm_head were tuned
 SMEAR_LR = 0.2  # of smear and backout; the one rate that is not scaled for the batch
 
 ParameterState = dict[str, Tensor]
@@ -147,8 +147,7 @@ class MuonAdamW:
         betas, eps: in groups of AdamW only.
         momentum, beta2, initial_weight_decay (the weight decay before the schedule): in groups of Muon only.
     names: {parameter name: parameter}; `state_dict` uses these names.
-    The attribute `compute_dtype`, if set, is the dtype of Muon's GEMMs. It affects only the updates that an
-    owner rank computes; weights and state keep their dtype.
+    The attribute `compute_dtype`, if set, is the dtype of Muon's GEMMs; weights and state keep their dtype.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], names: Mapping[str, Parameter]) -> None:

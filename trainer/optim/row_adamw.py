@@ -115,7 +115,10 @@ class RowAdamW:
         self.state["step"].add_(1)
 
     def _runs(self) -> list[range]:
-        """The numbers of the pieces, in runs of about STEPPED_ROWS rows, at least one piece each."""
+        """Group consecutive pieces until each group has STEPPED_ROWS rows or more; the last may have fewer.
+
+        Returns the piece numbers of each group.
+        """
         runs, first = [], 0
         for number in range(1, len(self._pieces) + 1):
             full = self._starts[number] - self._starts[first] >= STEPPED_ROWS

@@ -28,7 +28,7 @@ ALIKE = 1.1  # speeds that differ by a smaller factor count as equal
 
 
 def split_rows(seconds_per_row: Sequence[float], rows: int) -> list[int]:
-    """Rows per rank for a step of `rows` rows, so that the slowest rank takes the least time.
+    """Rows per rank for a step of `rows` rows, so that the last rank finishes as early as possible.
 
     seconds_per_row: seconds that each rank takes for one row, in rank order. Each rank gets at least one row.
     Equal ranks get an equal split; with a remainder, the first ranks get one row more. Raises ValueError if
@@ -133,6 +133,7 @@ class Balancer:
     def record(self, seconds: Sequence[float], step_seconds: float) -> None:
         """Record the times of a step.
 
+        The first WARMING_STEPS steps, at the start and after a change of the split, are not recorded.
         seconds: seconds that each rank computed. step_seconds: seconds of the whole step.
         """
         self._steps += 1
@@ -143,7 +144,8 @@ class Balancer:
     def propose(self) -> SplitChange | None:
         """A split that saves a tenth of a step or more, computed from the recorded steps.
 
-        None if there is no such split, or if too few steps are recorded.
+        None if there is no such split, or in the first REST_STEPS steps, at the start and after a change of
+        the split.
         """
         if len(self._seconds) < WINDOW_STEPS or self._steps < REST_STEPS:
             return None

@@ -110,7 +110,7 @@ class CostModel:
     link: bandwidth and latency between the ranks; None with one rank.
     work: the sizes of a step.
     names: names of the ranks, for messages.
-    split: rows per rank whose proportions every step has; None: the rows are split by speed.
+    split: rows per rank; the rows of a step are split in these proportions. None: they are split by speed.
     owners_by_speed: whether Muon's matrices are assigned to owner ranks by speed, or equally.
     outer: the settings of sync=local; None: the defaults.
     """

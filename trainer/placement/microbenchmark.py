@@ -67,7 +67,10 @@ class Link:
 
 
 def slowest_link(links: Sequence[Link]) -> Link:
-    """The link of all ranks, from the measurements of each: the worst of each figure."""
+    """One link for all ranks, with the lowest bandwidth and the highest latency and delay of `links`.
+
+    links: the link that each rank has measured.
+    """
     return Link(
         min(each.bandwidth for each in links),
         max(each.latency for each in links),
@@ -78,8 +81,8 @@ def slowest_link(links: Sequence[Link]) -> Link:
 def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
     """Measure the seconds of forward and backward, and of the optimizer, on this rank.
 
-    batch_size: rows of a micro-batch, which is timed, or a row of it on a slow host; its tokens are random.
-    Weights of `model` and state of `optimizer` are overwritten.
+    Times a micro-batch of random tokens; if this takes longer than LONG_SECONDS, one row of it. batch_size:
+    rows of a micro-batch. Weights of `model` and state of `optimizer` are overwritten.
     """
     model.init_weights()
     draw = torch.Generator().manual_seed(1)
@@ -141,9 +144,10 @@ def _seconds_of(
 ) -> float:
     """The mean seconds of a call of `work`, over calls that together take at least `least` seconds.
 
-    The first call is excluded. No call starts that would exceed PATIENCE_SECONDS in all; if there is only the
-    first call, the result is its time. spent, expected: the seconds of a first call that was made already,
-    and those of a call to be expected from it; 0: none.
+    At least WARM_TIMES calls are in the mean; the first call is excluded. No call starts that would exceed
+    PATIENCE_SECONDS in all; if there is only the first call, the result is its time. spent: seconds of a
+    first call that the caller has made already; 0: none. expected: seconds that a further call is expected to
+    take; used only with `spent`, as the time of the first call.
     """
     times = [expected] if spent else []
     began = time.monotonic() - spent
@@ -190,7 +194,7 @@ def measure_link(group: Collectives, device: torch.device) -> Link | None:
 
 
 def measure_delay(group: Collectives) -> float:
-    """Measure the delay of a Link: CPU seconds of a sent byte, divided by the cores that compute.
+    """Measure the delay of a Link: CPU seconds per sent byte, divided by the number of cores that compute.
 
     All ranks of `group`, two at least, must call it. They send as in sync=exact.
     """

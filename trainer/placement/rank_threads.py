@@ -47,12 +47,13 @@ Json = dict[str, Any]
 def bind_threads(
     numerics: Numerics, config: RunConfig, env: RankEnv, run_dir: Path, log: RunLogger
 ) -> Numerics:
-    """Bind the threads of this rank to the fastest processors, unless the number of threads is set.
+    """Bind the threads of this rank to processors; returns `numerics` with their number and the binding.
 
-    numerics: device, number formats and threads of this rank. config, env: settings and environment of this
-    rank. run_dir: keeps the chosen processors in threads.json. Returns `numerics` with the number of threads
-    and the binding. Several ranks on a host are bound only if there are as many ranks as NUMA nodes: each
-    rank is then bound to the processors of its own node.
+    One rank on a host is bound to the fastest processors, unless the number of threads is set. Several ranks
+    are bound only if there are as many ranks as NUMA nodes and a node has a processor for each thread: each
+    rank is then bound to the processors of its own node, and `numerics` is returned unchanged. If the system
+    refuses the binding, logs a warning. numerics: device, number formats and threads of this rank. config,
+    env: settings and environment of this rank. run_dir: keeps the chosen processors in threads.json.
     """
     if not can_pin():
         return numerics

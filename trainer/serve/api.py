@@ -103,7 +103,8 @@ class CompletionBody(GenerationBody):
 class Shape:
     """Builds the response to one request in OpenAI's format.
 
-    kind: "chat" or "text". model: name of the model. fingerprint: the field system_fingerprint (see `mark`).
+    kind: "chat" for a message of a chat, "text" for a continued text. model: name of the model. fingerprint:
+    the field system_fingerprint, RUN_ID@STEP.
     """
 
     def __init__(self, kind: Literal["chat", "text"], model: str, fingerprint: str) -> None:

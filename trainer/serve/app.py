@@ -1,4 +1,4 @@
-"""The HTTP application: the API of OpenAI for one model, /health, and the page."""
+"""The HTTP application: the API of OpenAI for one model, /health, and a web page to chat with the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Update = tuple[Sequence[int], str | None]
 def make_app(scheduler: Scheduler, api_key: str = "") -> FastAPI:
     """The HTTP application that answers requests with `scheduler`.
 
-    api_key: the key that every request must have, except requests for the page and /health; "": no key.
+    api_key: the key that every request must have, except requests for the web page and /health; "": no key.
     """
     app = FastAPI(title="nanofleet", docs_url=None, redoc_url=None, openapi_url=None)
 

@@ -29,7 +29,7 @@ LAYERS_BEHIND = 2  # optimizer steps behind the gradients that are sent: the sum
 
 
 def nothing_pending() -> None:
-    """The transfer of a bucket while there is none."""
+    """The value of `Bucket.pending` while no transfer is in flight; it does nothing."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Bucket:
     parameters: the parameters of the bucket.
     gradients: {owner rank: flat tensor}; the gradients of the parameters are views of these tensors.
     weights: {owner rank: flat tensor} that share their memory with the parameters.
-    owned: the matrices that this rank owns; none of lm_head, whose rows are divided among the ranks.
+    owned: the matrices that this rank owns; empty for lm_head, whose rows are divided among the ranks.
     unfinished: the number of parameters whose gradients the last backward has not finished yet.
     pending: the transfer of the gradients.
     """
@@ -162,7 +162,7 @@ class Exact(OwnerMode):
         return hook
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """After each accumulated gradient: in the last backward, send the buckets that are complete."""
+        """In the last backward, count the gradient of `parameter` as final, and send the complete buckets."""
         if self._next == len(self._buckets):
             return
         self._bucket_of[parameter].unfinished -= 1
@@ -256,7 +256,7 @@ class Exact(OwnerMode):
         """Does nothing. Fast, in which all ranks step lm_head, completes the gradients of lm_head here."""
 
     def _parts_of_head(self, flat: Tensor) -> dict[int, Tensor]:
-        """{rank: view of the part whose sum it computes}. flat: a flat tensor of lm_head's size."""
+        """Divide a flat tensor of lm_head's size: {rank: view of the part that is reduced to this rank}."""
         width = flat.numel() // self._head_rows[-1].stop
         return {
             rank: flat[rows.start * width : rows.stop * width] for rank, rows in enumerate(self._head_rows)

@@ -1,9 +1,9 @@
 """The fast mode: the exact mode with bfloat16 transfers.
 
-Transfers are rounded to bfloat16; sums, moments and weights stay in the format of the run. Gradients of a
-matrix are reduced to its owner rank, which broadcasts its rounded update; every rank, the owner too,
-subtracts the rounded update. The gradients of lm_head are reduced in parts, one part by each rank, and
-broadcast rounded. Gradients of embeddings are rounded, the values of their rows are not. So all ranks hold
+Transfers are rounded to bfloat16, except the values of embedding rows and the gradients of small parameters;
+sums, moments and weights stay in the format of the run. Gradients of a matrix are reduced to its owner rank,
+which broadcasts its rounded update; every rank, the owner too, subtracts the rounded update. The gradients of
+lm_head are reduced in parts, one part by each rank, and their sums are broadcast rounded. So all ranks hold
 equal bytes after each step, except embedding rows that a rank has not fetched. The values differ from those
 of the other modes.
 """

@@ -213,7 +213,8 @@ def rows_of(values: Tensor, rows: Tensor | None) -> Tensor:
 def write_rows(tensors: list[Tensor], rows: Tensor | None, flat: Tensor) -> None:
     """Copy the flat tensor `flat` into `tensors`, one after another.
 
-    rows: numbers of the rows of tensors[0], the only tensor, that `flat` has; None: `flat` has all values.
+    rows: numbers of the rows whose values `flat` has; `tensors` then has one tensor, whose other rows do not
+    change. None: `flat` has all values.
     """
     if rows is not None:
         tensors[0][rows] = flat.view(len(rows), -1)

@@ -228,11 +228,11 @@ class Local(SyncMode):
         """Continue with the ranks of `group`; returns the number of completed steps from which they continue.
 
         The result is `step`, or, if a rank is more than one step ahead of it, one less than the steps of that
-        rank. All ranks of `group` call it; if a rank is lost meanwhile, the next group calls it again. step:
-        number of steps that rank 0 has completed. is_new: whether this rank has just joined and receives the
-        outer parameters from the other ranks; False on rank 0. last: the highest result, one less than the
-        steps of the run, so that the last step, after which the run is saved, is trained again. Raises
-        PeerLost if a rank is lost.
+        rank, but at most `last`. All ranks of `group` call it; if a rank is lost meanwhile, the ranks call it
+        again with their next group. step: number of steps that rank 0 has completed. is_new: whether this
+        rank has just joined and receives the outer parameters from the other ranks; False on rank 0. last:
+        one less than the steps of the run, so that the last step, after which the run is saved, is trained
+        again. Raises PeerLost if a rank is lost.
         """
         for fragment in self._fragments:
             fragment.compressor = fragment.make_compressor(self._outer)
@@ -242,7 +242,7 @@ class Local(SyncMode):
         steps = group.gather_int64(torch.tensor([-1 if is_new else self._step])).flatten().tolist()
         is_ahead = max(steps) > step + 1
         leader = steps.index(max(steps)) if is_ahead else 0
-        step = min(max(steps) - 1 if is_ahead else step, last)  # its own last one may not be complete
+        step = min(max(steps) - 1 if is_ahead else step, last)  # the leader's last step may be incomplete
         rounds = [(NEVER if is_new else each.completed, int(each.checksum)) for each in self._fragments]
         of_ranks = group.gather_int64(torch.tensor(rounds).flatten()).view(group.world_size, -1, 2)
         for fragment, by_rank in zip(self._fragments, of_ranks.transpose(0, 1).tolist(), strict=True):
@@ -253,7 +253,7 @@ class Local(SyncMode):
                 self._send_outer(fragment, source, behind, *by_rank[source])
             if fragment.sync_round:
                 self._take_back(fragment)
-        late = [rank for rank, own in enumerate(steps) if own < step]  # new ones, and others
+        late = [rank for rank, own in enumerate(steps) if own < step]  # new ranks, and ranks behind
         for fragment in self._tables if late else []:
             assert fragment.active_at is not None
             fragment.active_at.copy_(send_tensor(group, fragment.active_at, leader, late))

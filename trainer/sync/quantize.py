@@ -62,7 +62,7 @@ class Quantizer:
         if self.bits == 2:
             return _signs_and_levels(codes, scales.view(torch.bfloat16).view(count, 2, 1))[:n].to(dtype)
         if self.bits == 4:
-            # Shifted down, the high half of a byte keeps its sign; so does the low one, moved up first.
+            # A right shift of int8 extends the sign. The low half of a byte is first moved to the high half.
             signed = codes.contiguous().view(torch.int8)
             codes = torch.stack([(signed << 4) >> 4, signed >> 4], dim=1).flatten()
         codes = codes.contiguous().view(torch.int8)
@@ -106,7 +106,10 @@ def _fit_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _signs_and_levels(codes: Tensor, levels: Tensor) -> Tensor:
-    """The float32 values of `codes`, flat; levels (blocks, 2, 1). Nothing is computed, so nothing rounds."""
+    """The flat float32 values of the 2-bit `codes`, exact: magnitudes are only selected and negated.
+
+    codes: flat uint8, four codes to a byte. levels: the two magnitudes of each block, (blocks, 2, 1).
+    """
     codes = torch.stack([codes & 3, (codes >> 2) & 3, (codes >> 4) & 3, codes >> 6], dim=1)
     codes = codes.view(len(levels), BLOCK)
     low, high = levels.float().unbind(dim=1)

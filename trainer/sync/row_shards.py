@@ -90,7 +90,8 @@ class RowShards:
         self._counts = owners.bincount(minlength=world_size).tolist()
         first = sum(self._counts[:rank])
         self._own = slice(first, first + self._counts[rank])  # in self._mine
-        self._requests = [rows[self._owners(rows) == rank] for rows in active]  # rows of this rank, by user
+        # By rank, the rows that this rank owns and that are active on that rank.
+        self._requests = [rows[self._owners(rows) == rank] for rows in active]
         self._largest = max(self._most_sent(user, rows) for user, rows in enumerate(active))
         numbers = torch.arange(len(mine), device=self._position.device)
         self._position[self._mine] = numbers
@@ -102,7 +103,7 @@ class RowShards:
         self._fetch()
 
     def _most_sent(self, user: int, rows: Tensor) -> int:
-        """The most rows that the rank `user` with these active rows receives from another rank."""
+        """The largest number of rows that any other rank sends to `user`. rows: active rows of that rank."""
         counts = self._owners(rows).bincount(minlength=self._group.world_size).tolist()
         return max([0, *counts[:user], *counts[user + 1 :]])
 
@@ -167,7 +168,10 @@ class RowShards:
         return [each[: len(each) * (rank != self._group.rank)] for rank, each in enumerate(by_rank)]
 
     def _of_others(self, of_mine: Tensor) -> Tensor:
-        """Of a tensor with an entry for each row in self._mine, those of rows that other ranks own."""
+        """The entries of `of_mine` for rows that other ranks own.
+
+        of_mine: a tensor with an entry for each row in self._mine.
+        """
         return torch.cat([of_mine[: self._own.start], of_mine[self._own.stop :]])
 
     def _exchange(

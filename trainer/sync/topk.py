@@ -24,7 +24,8 @@ CHUNK = 4096  # values of which the k largest are sent
 class TopK:
     """Packs the k values of the largest magnitude in each chunk; all others are unpacked as 0.
 
-    k: at least 1, and below CHUNK. quantizer: packs the values that are sent.
+    k: at least 1, and below CHUNK. quantizer: packs the values that are sent. Raises ValueError for another
+    k.
     """
 
     def __init__(self, k: int, quantizer: Quantizer) -> None:
@@ -58,10 +59,10 @@ class TopK:
         return chunks.scatter_(1, positions, kept.view(count, -1)).flatten()[:n]
 
     def _pack_positions(self, positions: Tensor) -> Tensor:
-        """positions: (chunks, k), ascending. Returns (chunks, position_bytes) in uint8."""
+        """Pack positions, (chunks, k) and ascending in each chunk, into uint8, (chunks, position bytes)."""
         count, device = len(positions), positions.device
         bits = torch.zeros(count, 8 * self._position_bytes, dtype=torch.uint8, device=device)
-        # The i-th position with the high part h sets bit h + i: each is one further than its zeros.
+        # Position number i, with the high part h, sets bit h + i: h zeros and i ones are before this bit.
         bits.scatter_(1, (positions >> self._low_bits) + torch.arange(self._k, device=device), 1)
         if self._low_bits:
             low = positions[:, :, None] >> torch.arange(self._low_bits, device=device) & 1
@@ -70,7 +71,7 @@ class TopK:
         return (bits.view(count, -1, 8) * weights).sum(dim=2, dtype=torch.uint8)
 
     def _unpack_positions(self, packed: Tensor) -> Tensor:
-        """packed: (chunks, position_bytes) in uint8. Returns the positions (chunks, k)."""
+        """The positions, int64, (chunks, k), in `packed`, the result of `_pack_positions`."""
         count, device = len(packed), packed.device
         bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten(1)
         unary = bits[:, : self._unary]

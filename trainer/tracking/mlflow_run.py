@@ -166,7 +166,7 @@ class MlflowRun:
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 raise RunLostError from None
-            if error.error_code == "INVALID_PARAMETER_VALUE":  # also what a deleted run answers
+            if error.error_code == "INVALID_PARAMETER_VALUE":  # also the error for a deleted run
                 lookup = self._client.get_run
                 if self.id and call != lookup and self._ask(lookup, self.id).info.lifecycle_stage != "active":
                     raise RunLostError from None

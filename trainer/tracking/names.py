@@ -36,7 +36,11 @@ KEY_CHARACTERS = 250  # MLflow's limit
 
 
 def metric_of(figure: str) -> str:
-    """The name of a figure on the server; a figure without an entry, such as system/NAME, keeps its own."""
+    """The name on the server of `figure`, a name in metrics.jsonl or system.jsonl.
+
+    A name that METRICS does not list, such as system/NAME, is kept, but rows.RANK becomes
+    batch_split/rank_RANK. Characters that MLflow does not allow are replaced (see `clean_key`).
+    """
     if figure.startswith(ROWS):
         return f"batch_split/rank_{figure.removeprefix(ROWS)}"
     return clean_key(METRICS.get(figure, figure))

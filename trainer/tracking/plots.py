@@ -57,7 +57,10 @@ def make_plots(run_dir: Path) -> list[Path]:
 
 @contextmanager
 def _own_cache() -> Iterator[None]:
-    """A folder for matplotlib's cache: the user of the run may have no home directory."""
+    """Context in which matplotlib has a temporary folder for its cache, unless MPLCONFIGDIR is set.
+
+    The user of the run may have no home directory.
+    """
     with tempfile.TemporaryDirectory() as cache:
         os.environ.setdefault("MPLCONFIGDIR", cache)
         yield

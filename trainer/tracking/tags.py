@@ -36,7 +36,7 @@ def facts_of(
     config_digest: digest of the run's settings.
     hashes: {name: digest} of the run's data.
     hosts: the host of each rank, in rank order. host_facts: {fact: text} of each rank, in rank order.
-    more_tags: {tag: text} of the placement.
+    more_tags: {tag: text} on the sync mode and the predicted step time.
     Settings and values derived from them become params; the rest becomes tags.
     """
     tokens, flops = plan.total_batch_size * plan.num_iterations, model.flops_per_token()

@@ -111,8 +111,8 @@ class Tracker:
     def close(self, outcome: str, hurry: bool = False) -> None:
         """End the tracking. Waits while the sender makes progress, at most 30 s.
 
-        outcome: finished, stopped, retryable or final. If `hurry` is true or the outcome is retryable, waits
-        at most 1 s.
+        outcome: finished, stopped, retryable or final. If `hurry` is true, the outcome is retryable or the
+        server does not answer, waits at most 1 s.
         """
         if self._system is not None:
             self._system.close()
@@ -141,7 +141,7 @@ class SenderProcess:
     def close(self, outcome: str, hurry: bool) -> None:
         """Send the outcome to the process, wait while it sends the rest, then kill it.
 
-        hurry: whether to wait at most 1 s. A second call does nothing.
+        Waits at most 1 s if `hurry` is true or the server does not answer. A second call does nothing.
         """
         with self._lock:
             if self._closing.is_set():
