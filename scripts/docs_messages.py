@@ -31,11 +31,11 @@ WORDS = {
     "run_state_by_host": "list of the runs, and what to type",
     "claim_refusals": "reason and fix for each host",
     "problem": "reason and fix",
-    "several": "list of the runs, and the command that ends one of them",
+    "several": "list of the runs, and the command that names one of them",
     "launch_busy": "reason and fix",
     "serve_others": "program",
     "who": "program",
-    "message": "SETTING is VALUE: it must be ...",
+    "message": "SETTING is VALUE: it takes ...",
     "end": "stop command",
     "ssh": "ssh command",
     "typed": "commands",
@@ -68,7 +68,11 @@ EXAMPLES = {
     "needs": " A step of depth <depth> and <tokens> tokens is predicted to take <seconds> s with sync=exact "
     "(transfers: <seconds> s).",
     "run_remove_save_first": "ansible-playbook stop.yml -e run_id=<run> (saves and stops it), then repeat "
-    "the command. Or, to lose what is not saved:",
+    "the command. Or, if what is not saved may be lost:",
+    "run_stop_leave_refusal": "<host> is the coordinator, and the run <run> does not continue without it. "
+    "Fix: to end the run on all hosts: ansible-playbook stop.yml -e run_id=<run>",
+    "clock_fix": "sudo timedatectl set-ntp true (on <host>; if NTP is not supported there: sudo apt install "
+    "systemd-timesyncd; if this is reported for all hosts, correct the clock of the controller)",
     "_imported": "copy the folder to where the unit can read it: sudo mkdir -p /var/lib/nanofleet/imported "
     "&& sudo cp -r <path> /var/lib/nanofleet/imported/ && sudo chmod -R a+rX "
     "/var/lib/nanofleet/imported/<folder> (on <host>), then repeat the command with "
@@ -80,6 +84,9 @@ EXAMPLES = {
     "other_port": "use another port: write store_port: PORT into group_vars/fleet.yml of the inventory, "
     "then: ansible-playbook setup.yml",
     "of_ports": "sport = :<port>",
+    "reset_command": "ansible-playbook reset.yml --limit <host> -e reset_confirm=true",
+    "former_reset_command": "ansible-playbook reset.yml -i <address>, -u USER -e fleet_id=<fleet> "
+    "--limit <address> -e reset_confirm=true",
 }
 
 

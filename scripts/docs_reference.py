@@ -324,8 +324,9 @@ def messages_page() -> str:
         "wordings that depend on the case, one is shown. *This host* is the host that stands before the "
         "message, "
         "and `(on HOST)` after a command is where to type it. A "
-        "refusal stops the command before a host is changed. An error stops the command; one of `doctor.yml` "
-        "prevents training. A warning stops nothing.",
+        "refusal stops the command before a host is changed (NF301 to NF303: after the environments were "
+        "installed). An error stops the command; one of `doctor.yml` prevents training. A warning stops "
+        "nothing.",
         lines,
     )
 

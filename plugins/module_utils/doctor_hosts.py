@@ -7,6 +7,7 @@ from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, unlike_most
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import doctor_finding as finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_hosts import clock_fix
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import (
     holder,
     unreachable_finding,
@@ -84,7 +85,7 @@ def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -
             f"The clock of this host is {abs(skew):.0f} s {side} that of the controller (allowed: "
             f"{allowed:g} s), so the logs of the hosts would be shown in the wrong order."
         )
-        yield finding("NF503", host, problem, f"sudo timedatectl set-ntp true  (on {host})")
+        yield finding("NF503", host, problem, clock_fix(host))
     name, addresses = facts["hostname"], facts["resolves_to"]
     if own and addresses and all(address.startswith(LOOPBACK) for address in addresses):
         problem = (
@@ -161,20 +162,22 @@ def _store(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) -
             yield finding("NF506", host, problem, other_port("store"))
             continue
         who, end = holder(held, port)
+        first = ""
         if not held.get("pid"):
-            who += " (a listener of an interrupted doctor ends within 30 s)"
+            who += " (a listener that an interrupted doctor.yml has left ends within 30 s)"
+            first = "wait 30 s and repeat the command, or "
         problem = f"Port {port}, which {STORE} needs, is in use by {who}. A run cannot start."
-        yield finding("NF507", host, problem, f"{end}  (on {host}); or {other_port('store')}")
+        yield finding("NF507", host, problem, f"{first}{end}  (on {host}); or {other_port('store')}")
 
 
 def _data(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) -> Iterator[Finding]:
-    """A finding if the shards of a host differ from the manifest.
+    """A finding if the data of a host differ from the manifest, or could not be compared with it.
 
     A host without a manifest has no finding: the report lists its data as not measured.
     """
     listed = (of_host["data"] or {}).get("findings") or []
     if listed and "manifest.json is missing" not in listed:
-        problem = f"The training data of this host differ from those of the controller: {'; '.join(listed)}."
+        problem = f"The training data of this host did not pass the check: {'; '.join(listed)}."
         yield finding("NF509", host, problem, SETUP)
 
 
@@ -196,12 +199,14 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     for field, title in FIELDS.items():
         reported = {host for each in found for host in each["host"].split(", ")}
         kinds = by_kind({host: each for host, each in installed.items() if host not in reported}, field)
+        of_a_kind = "Hosts with the same Python, processor and build of torch"
+        alike = "All hosts" if field != "environment" else of_a_kind
         for group in kinds:
             values = {host: value[:12] for host, value in group.items()}
             for host, value, usual in unlike_most(values):
                 others = ", ".join(other for other, its in values.items() if its == usual)
                 problem = (
-                    f"The {title} on this host is {value}, but on {others} it is {usual}. All ranks need the "
+                    f"The {title} on this host is {value}, but on {others} it is {usual}. {alike} need the "
                     "same one."
                 )
                 found.append(finding("NF511", host, problem, SETUP))
@@ -219,8 +224,8 @@ def _rehearsal(measured: Measured) -> Iterator[Finding]:
         )
         is_old = "No module named" in error
         journal = (
-            "correct what the warnings in the journal report: sudo journalctl -b -p warning -n 30  (on "
-            f"{host}), if they are about this; then: ansible-playbook doctor.yml"
+            "repeat the check: ansible-playbook doctor.yml. If it fails again, look for the cause in the "
+            f"warnings of the journal: sudo journalctl -b -p warning -n 30  (on {host})"
         )
         remedy = journal if not is_old else SETUP
         yield finding("NF512", host, problem, remedy)

@@ -92,7 +92,7 @@ def _unused(measured: Measured, host: str) -> Iterator[Finding]:
             )
             remedy = (
                 f"remove fleet_interface of {host} and {peer} from the inventory, or set that of {host} to "
-                f"{used}"
+                f"{used}; then: ansible-playbook setup.yml"
             )
             yield finding("NF521", host, problem, remedy, peer)
 
@@ -112,8 +112,10 @@ def _bridges(measured: Measured, host: str) -> list[Finding]:
                 f"{host}, and both compute on the same processor."
             )
             remedy = (
-                "remove one of the two from the inventory, or limit each to processors of its own there, "
-                f"such as fleet_cpus: 0-3 at {host} and fleet_cpus: 4-7 at {peer}"
+                "remove one of the two from the inventory, or give each processors of its own: for a "
+                f"container, write for example fleet_cpus: 0-3 at {host} and fleet_cpus: 4-7 at {peer} in "
+                f"the inventory; for a virtual machine, pin its processors and set fleet_cpus of {host} to "
+                "the others"
             )
             found.append(finding("NF536", host, problem, remedy, peer, "warning"))
             continue

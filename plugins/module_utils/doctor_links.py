@@ -112,8 +112,11 @@ def _link_check_and_settings(measured: Measured, host: str, peer: str = "") -> s
             "the access point)"
         )
     else:
-        see = f"find the cause: cat /sys/class/net/{interface}/speed; tc qdisc show dev {interface}"
-        see += f"  (on {host}; then check cable, port and switch)"
+        see = (
+            f"find the cause: cat /sys/class/net/{interface}/speed; tc qdisc show dev {interface}  (on "
+            f"{host}; the first prints the rate of the link in Mbit/s, the second a limit such as tbf if "
+            "there is one; then check cable, port and switch)"
+        )
     predicted = prediction(measured)
     advice = [f"-e {each}" for each in predicted["advice"]] if predicted else []
     if not advice:

@@ -388,7 +388,7 @@ def _by_rule(rule: Rule) -> tuple[str, str, str]:
         if rule["remedy"]
         else f"delete this rule; the rules are listed by: {_listing(rule, where)}"
     )
-    return where, f"The rule on {where} is: {rule['text']}.", remedy
+    return where, f"This firewall rule on {where} is the cause: {rule['text']}.", remedy
 
 
 def _listing(rule: Rule, where: str) -> str:

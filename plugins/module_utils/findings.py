@@ -91,8 +91,7 @@ def table(findings: Sequence[Finding], state: str = UNCHANGED) -> str:
         lines.append(f"{_count(stops, 'finding')}; {state}.")
         lines += _lines(stops, width)
     if warnings:
-        them = "it" if len(warnings) == 1 else "them"
-        lines.append(f"{_count(warnings, 'warning')}; nothing stops for {them}.")
+        lines.append(f"{_count(warnings, 'warning')}{'' if stops else '; the command continues'}.")
         lines += _lines(warnings, width)
     return "\n".join(lines)
 

@@ -207,12 +207,13 @@ def _check_tokenizer(meta: Mapping[str, Any], sha256: str) -> None:
     own = str((meta.get("hashes") or {}).get("tokenizer") or "")
     if own and sha256 and not sha256.startswith(own):
         run = meta["run_id"]
-        problem = f"The conversations were tokenized with another tokenizer than that of the base run {run}."
+        problem = f"The tokenizer of the conversations (from data_dir) is not that of the base run {run}."
         fix = (
             "repeat the command with -e data_dir=FOLDER, the folder on the controller with the data of "
-            f"{run}; or ansible-playbook fetch.yml -e run_id={run}, then repeat it with a fetched "
-            f"checkpoint, which contains the tokenizer: -e data_dir=runs/{run}/HOST/checkpoints/step_NNNNNN. "
-            "If no host has that run any more, use a copy of the checkpoint's folder on the controller"
+            f"{run}; or fetch a checkpoint, which contains the tokenizer: ansible-playbook fetch.yml -e "
+            f"run_id={run}, then repeat the command that failed, with -e "
+            f"data_dir=runs/{run}/HOST/checkpoints/step_NNNNNN. If no host has that run any more, name a "
+            "copy of the checkpoint's folder on the controller"
         )
         raise FineTuningRefusedError(finding("NF429", "data_dir", problem, fix))
 
@@ -223,7 +224,8 @@ def _is_hidden(path: str) -> bool:
 
 def _hidden(host: str, path: str, state_dir: str) -> Finding:
     problem = (
-        f"The systemd unit of a run cannot read {path}: it has no access to home directories and to /tmp."
+        f"The systemd unit of a run cannot read {path}: the unit has no access to home directories, "
+        "/run/user, /tmp and /var/tmp."
     )
     return finding("NF430", host, problem, _imported(host, path, state_dir))
 
@@ -240,7 +242,9 @@ def _imported(host: str, path: str, state_dir: str) -> str:
 
 
 def _of_another(run_id: str, parent: str, asked: str) -> Finding:
-    problem = f"The run {run_id} exists already. It fine-tunes {parent}, but the command names {asked}."
+    base = "/".join(parent.split("/")[:2])  # without the digest
+    difference = f"but the command names {asked}" if asked != base else "which has other content now"
+    problem = f"The run {run_id} exists already. It fine-tunes {base}, {difference}."
     fix = "repeat the command with another name for the new run: -e run_id=NAME"
     return finding("NF431", f"-e run_id={run_id}", problem, fix)
 

@@ -100,6 +100,6 @@ def route_to(
         "",
         (
             f"{host} has no network interface with an address. Connect {host} to the network; its "
-            "interfaces: ip address show"
+            f"interfaces are listed by: ip -br address  (on {host})"
         ),
     )

@@ -18,6 +18,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.interface_route im
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import (
     is_link_local,
     is_loopback,
+    parse_ip,
     reaches,
     resolved,
 )
@@ -129,9 +130,10 @@ def _findings(
                 f"{used}."
             )
             remedy = (
-                f"set fleet_address of {name} to its address on the network of {interface}; or, if all peers "
-                f"are reached over {used}, set fleet_interface of {host} to it; then: ansible-playbook "
-                f"setup.yml. The interface follows dev in the output of: ip route get {target}  (on {host})"
+                f"set fleet_address of {name} in the inventory to its address on the network of {interface}; "
+                f"or, if all peers are reached over {used}, set fleet_interface of {host} to {used}; then: "
+                "ansible-playbook setup.yml. The interface to a peer follows dev in the output of: ip route "
+                f"get ADDRESS  (on {host}, with the peer's address)"
             )
             yield warning("NF202", host, problem, remedy)
     entries = links.get(interface, {}).get("addr_info", [])
@@ -143,23 +145,25 @@ def _findings(
         path = "/etc/sysctl.d/61-addresses.conf"
         # NetworkManager takes the value of `default` whenever it activates a connection.
         remedy = (
-            "set fleet_address of every host to an IPv4 address in the inventory; or without temporary "
-            "addresses: "
+            "set fleet_address of every host to an IPv4 address in the inventory; or turn temporary "
+            "addresses off: "
             f"printf 'net/ipv6/conf/%s/use_tempaddr=0\\n' default {interface} | sudo tee {path} && "
             f"sudo sysctl --load={path} && sudo ip -6 address flush dev {interface} temporary  (on {host}); "
             "then: ansible-playbook setup.yml"
         )
         yield warning("NF203", host, problem, remedy)
-    for name in seen.get("slow_names", []):
+    by_address = {address: peer for peer, address in peers.items()}
+    for name in seen.get("slow_names", []):  # the name of this host, or the address of a peer
         problem = (
             f"A lookup of the name {name} on this host takes more than 3 s, because a name server does not "
             "answer. The start of a run looks up this name several times."
         )
+        entry = f"ADDRESS {name}" if not parse_ip(name) else f"{name} {by_address.get(name, 'NAME')}"
         remedy = (
-            f"write the name into /etc/hosts of {host}: echo 'ADDRESS NAME' | sudo tee -a /etc/hosts; or, in "
-            "its /etc/resolv.conf or its network settings, remove the name server that does not answer; to "
-            f"test a server: timeout 3 bash -c '</dev/tcp/ADDRESS/53'  (on {host}, with the server's "
-            "address; the command fails if the server does not answer)"
+            f"write the name with its IP address into /etc/hosts: echo '{entry}' | sudo tee -a /etc/hosts  "
+            f"(on {host}); or, in /etc/resolv.conf or the network settings of {host}, remove the name server "
+            f"that does not answer; to test a server: timeout 3 bash -c '</dev/tcp/SERVER/53'  (on {host}; "
+            "SERVER: the server's address; the command fails if the server does not answer)"
         )
         yield warning("NF204", host, problem, remedy)
 

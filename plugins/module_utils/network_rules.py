@@ -102,7 +102,9 @@ def findings(
     (the text that marks the firewall rules of nanofleet) and is_root (whether tasks become root).
     """
     if not options["is_root"]:
-        return [*owner_findings(host, own, options), *filter_findings(host, "user")]
+        connection = str((own.get("__network_ssh") or {}).get("stdout") or "").split()
+        ssh_port = (connection or ["22"])[-1]
+        return [*owner_findings(host, own, options), *filter_findings(host, "user", ssh_port)]
     closed = connection_findings(connections, {**options, "slow_rtt_ms": 0})
     return [
         *filter_findings(host, own["__network_filter"].get("stdout", "")),
@@ -186,17 +188,21 @@ def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]
         typed = [f"echo '{setting}' | sudo tee {path}", f"sudo sysctl --load={path}", *typed]
     problem = (
         f"setup.yml has no root access on {host} (ansible_become: false), so it did not change the active "
-        f"firewall {firewall} and the range of ephemeral ports there. If this was not done before, a user "
-        f"with sudo on {host} has to type the command of the fix, then: ansible-playbook doctor.yml"
+        f"firewall {firewall} and the range of ephemeral ports there."
     )
-    return [warning("NF214", host, problem, f"{' && '.join(typed)}  (on {host})")]
+    remedy = (
+        f"if this was not done before, let a user with sudo type: {' && '.join(typed)}  (on {host}), then: "
+        "ansible-playbook doctor.yml"
+    )
+    return [warning("NF214", host, problem, remedy)]
 
 
-def filter_findings(host: str, answer: str) -> list[Finding]:
+def filter_findings(host: str, answer: str, ssh_port: Any = 22) -> list[Finding]:
     """A warning, unless systemd is known to restrict the units on `host` to the addresses of the fleet.
 
     answer: the result of a test: closed (systemd restricts them), open (systemd does not restrict them), user
     (the units belong to a user's systemd, which cannot restrict them), anything else if the test failed.
+    ssh_port: port of sshd.
     """
     if answer == "closed":
         return []
@@ -215,6 +221,12 @@ def filter_findings(host: str, answer: str) -> list[Finding]:
         "enable a firewall, such as ufw: ansible-playbook setup.yml -e network_ufw_enable=true, or set "
         "fleet_address of every host to its address in a VPN such as WireGuard (docs/security.md)"
     )
+    if answer == "user":  # setup.yml changes no firewall there
+        remedy = (
+            f"let a user with sudo enable a firewall, such as ufw: sudo ufw allow {ssh_port}/tcp && sudo ufw "
+            f"enable  (on {host}), then: ansible-playbook setup.yml  (it shows the rules to add); or set "
+            "fleet_address of every host to its address in a VPN such as WireGuard (docs/security.md)"
+        )
     return [warning("NF215", host, problem, remedy)]
 
 

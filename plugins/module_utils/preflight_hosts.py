@@ -13,7 +13,7 @@ from typing import Any
 from ansible.module_utils.parsing.convert_bool import boolean
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import (
-    reset_command,
+    former_reset_command,
     ssh_target,
     unreachable_finding,
 )
@@ -122,7 +122,13 @@ def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> li
         "still installed on it, and the systemd unit of a run may restart there."
     )
     return [
-        warning("NF019", name, problem, f"uninstall nanofleet there: {reset_command(str(address), fleet_id)}")
+        warning(
+            "NF019",
+            name,
+            problem,
+            f"uninstall nanofleet there: {former_reset_command(str(address), fleet_id)}  (USER: your login "
+            "there)",
+        )
         for name, address in before.items()
         if name not in addresses and address not in addresses.values()
     ]
@@ -167,8 +173,8 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
     elif not set(facts["python"]) & set(pythons):
         has = ", ".join(sorted(set(facts["python"]))) or "none"
         problem = (
-            f"The training program needs Python {versions}, and the Python from which setup.yml makes its "
-            f"environment on this host ({system}; runtime_python) is {has}."
+            f"The training program needs Python {versions}. On this host ({system}) the Python of the "
+            f"setting runtime_python, from which setup.yml makes the environment, is {has}."
         )
         fix = (
             f"upgrade {host} to {upgrade}; or install another Python there and write its path at {host} in "
@@ -224,8 +230,9 @@ def root_findings(
         given = [name for name in ("ansible_become_password", "ansible_become_pass") if variables.get(name)]
         if "incorrect" in output.lower():
             fix = (
-                f"repeat the command with -K, then type the password of {user} on {host}; if it is another "
-                f"one than on the other hosts, set ansible_become_password of {host} in the inventory"
+                f"repeat the command with -K, then type the password of {user} on {host}; if it differs from "
+                f"that on the other hosts, set ansible_become_password of {host} in the inventory (encrypt "
+                "it: ansible-vault encrypt_string --prompt)"
             )
             if given:  # it is used before -K
                 fix = f"correct {given[0]} of {host} in the inventory"
@@ -235,13 +242,20 @@ def root_findings(
         if refused := re.search(r"[^\n]*(?:sudoers|sudo: (?:command )?not found)[^\n]*", output):
             problem = f"The user {user} cannot use sudo on this host: {refused[0].strip()}"
             fix = (
-                f"as root: apt install sudo && adduser {user} sudo  (on {host}), then repeat the command "
-                f"after a minute with -K; or write ansible_become: false at {host} in the inventory"
+                f"as root: apt install sudo && adduser {user} sudo  (on {host}), then wait 2 minutes, until "
+                "Ansible has closed its SSH connection, and repeat the command with -K; or train without "
+                f"sudo: write ansible_become: false at {host} in the inventory (docs/how-to/no-sudo.md)"
             )
             yield finding("NF116", host, problem, fix)
             return
         fix = "repeat the command with -K (--ask-become-pass), then type the password"
         problem = f"sudo on this host asks for the password of {user}, and none was given."
+        if not re.search(r"missing sudo password|(?:password|terminal) is required", output.lower()):
+            problem = (
+                f"sudo on this host does not work for {user}. Usually it asks for a password, and none was "
+                "given."
+            )
+            fix += f"; if that does not help, see the error of sudo: sudo true  (on {host})"
         yield finding("NF111", host, problem, fix)
         return
     skew, allowed = int(facts["time"]) - int(facts["sent"]), float(skew_s)
@@ -251,8 +265,12 @@ def root_findings(
             f"The clock of this host is {abs(skew)} s {side} that of the controller (allowed: {allowed:g} "
             "s), so the logs of the hosts would be shown in the wrong order."
         )
-        fix = (
-            f"sudo timedatectl set-ntp true  (on {host}; if NTP is not supported there: sudo apt install "
-            "systemd-timesyncd; if this is reported for all hosts, correct the clock of the controller)"
-        )
-        yield finding("NF112", host, problem, fix)
+        yield finding("NF112", host, problem, clock_fix(host))
+
+
+def clock_fix(host: str) -> str:
+    """The fix for a host whose clock differs from that of the controller."""
+    return (
+        f"sudo timedatectl set-ntp true  (on {host}; if NTP is not supported there: sudo apt install "
+        "systemd-timesyncd; if this is reported for all hosts, correct the clock of the controller)"
+    )

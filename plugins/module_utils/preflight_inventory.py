@@ -19,8 +19,8 @@ EXAMPLE = "inventory/sample/hosts.yml"
 SAMPLE = (
     f"list one host in the group coordinator and the others in workers (as in {EXAMPLE}); without an "
     "inventory: cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to "
-    "the command); or, for two hosts on this machine: ansible-playbook lab.yml, then repeat the command "
-    "without -i"
+    "the command); or, for two hosts on this machine: ansible-playbook lab.yml, then type unset "
+    "ANSIBLE_INVENTORY and repeat the command without -i"
 )
 # Part of the message of ssh -> what it means, and the fix. The first match counts.
 SSH_ERRORS = {
@@ -29,7 +29,11 @@ SSH_ERRORS = {
         "{ssh}  (type yes if the key that ssh shows is the host's; if the key has changed, ssh names the "
         "line of known_hosts to delete)",
     ),
-    "permission denied": ("its SSH server refuses the user or the key", "ssh-copy-id{key}{options} {target}"),
+    "permission denied": (
+        "its SSH server refuses the user or the key",
+        "ssh-copy-id{key}{options} {target}  (if your user on {host} has another name, set ansible_user of "
+        "{host} in the inventory)",
+    ),
     "could not resolve hostname": (
         "the controller finds no IP address for this name",
         "set ansible_host of {host} to its IP address in the inventory",
@@ -82,10 +86,13 @@ def inventory_findings(
     yield from _member_findings(hosts, members)
     for host in as_root:
         problem = (
-            "ansible_become is true for this host. It overrides the tasks that run as the user who logs in, "
-            "such as those that find out who that is and from where."
+            "ansible_become is true for this host. It overrides become: false of the tasks that have to run "
+            "as the login user, such as the task that reads the address of the controller."
         )
-        fix = "delete ansible_become: true from the inventory; the playbooks become root where they need to"
+        fix = (
+            "delete ansible_become: true from the inventory, or -e ansible_become from the command; the "
+            "playbooks become root where they need to"
+        )
         yield finding("NF023", host, problem, fix)
     if len(coordinators) != 1:
         listed = ", ".join(coordinators) or "none"
@@ -135,7 +142,8 @@ def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
             f"add to the inventory a group fleet with the children coordinator and workers (as in {EXAMPLE})"
         )
         problem = (
-            "The inventory has no hosts in a group fleet. Every playbook runs on the hosts of this group."
+            "The inventory has no group named fleet, or this group is empty. Every playbook runs on the "
+            "hosts of this group."
         )
         yield finding("NF016", "inventory", problem, fix)
     elif left_out:
@@ -155,15 +163,20 @@ def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
             yield finding("NF018", host, problem, fix)
 
 
-def reset_command(host: str, fleet_id: str = "") -> str:
+def reset_command(host: str, where: str = "") -> str:
     """The command that removes nanofleet from one host.
 
-    fleet_id: name of the fleet that the host serves, if no inventory lists the host; `host` is then its
-    address.
+    where: options about a host that no inventory lists, with a space at the end; "" for none.
     """
-    name = shlex.quote(host)
-    where = f"-i {name}, -u USER -e fleet_id={shlex.quote(fleet_id)} " if fleet_id else ""
-    return f"ansible-playbook reset.yml {where}--limit {name} -e reset_confirm=true"
+    return f"ansible-playbook reset.yml {where}--limit {shlex.quote(host)} -e reset_confirm=true"
+
+
+def former_reset_command(address: str, fleet_id: str) -> str:
+    """The command that removes nanofleet from a host that no inventory lists.
+
+    fleet_id: name of the fleet that the host serves.
+    """
+    return reset_command(address, f"-i {shlex.quote(address)}, -u USER -e fleet_id={shlex.quote(fleet_id)} ")
 
 
 def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:

@@ -133,15 +133,15 @@ def _elastic(request: Request) -> Iterator[Finding]:
     one_keeps = all(request.fits(host, need.with_(**without)) for host, need in request.needs.items())
     for host, missing in request.too_small.items():
         problem = (
-            f"This host lacks {missing:.1f} GiB of memory for copies of the state, so the run is not "
-            "elastic: when one host is lost, the others wait until it is back."
+            f"This host lacks {missing:.1f} GiB of memory for copies of the training state (parameters and "
+            "optimizer), so the run is not elastic: when one host is lost, the others wait until it is back."
         )
-        fix = "nothing, if the other hosts may wait"
+        fix = "do nothing if the other hosts may wait"
         if one_keeps:
             fix += (
                 "; else end the run (ansible-playbook stop.yml), then repeat the command with -e "
                 f"elastic=true -e coordinator_failover=false  (only {next(iter(request.needs))} then keeps "
-                "copies)"
+                "whole copies; if it is lost, the run waits)"
             )
         elif not request.stored and request.config.stage != "sft":  # the checkpoint has the depth
             fix += "; else start another run, with a smaller -e depth and -e run_id=NAME"
@@ -187,9 +187,12 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool, joins: bool) -> 
                 "command"
             )
         elif not joins and need.fits(limit, coordinator_failover="false"):
-            fix = "repeat the command with -e coordinator_failover=false: this host then keeps no copies"
+            fix = (
+                "repeat the command with -e coordinator_failover=false: only the coordinator then keeps "
+                "whole copies of the training state, and the run waits if it is lost"
+            )
         elif not joins and need.fits(limit, elastic="false"):
-            fix = "repeat the command with -e elastic=false: no host then keeps copies of the state"
+            fix = "repeat the command with -e elastic=false: no host then keeps copies of the training state"
         yield finding("NF401", host, problem, fix)
         return
     available = min(total, int(facts.get("available_kb") or facts["memory_kb"]) / 2**20)
@@ -208,7 +211,10 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool, joins: bool) -> 
             "PID by: ps aux --sort=-rss | head)"
         )
         if need.with_(elastic="false").memory_gb <= available and not joins:
-            fix += ", or repeat the command with -e elastic=false: no host then keeps copies of the state"
+            fix += (
+                ", or repeat the command with -e elastic=false: no host then keeps copies of the training "
+                "state"
+            )
         yield warning("NF402", host, f"{problem}.", fix)
 
 
@@ -275,12 +281,8 @@ def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]
     online, chosen = set(numbers(listed)), set(numbers(asked))
     if not online:
         return
-    if asked and (missing := [part for part in asked.split(",") if not _is_within(part, online)]):
-        absent = ", ".join(missing)
-        problem = (
-            f"fleet_cpus of this host is {asked}, but the host has only the processors {listed}, not "
-            f"{absent}."
-        )
+    if asked and not all(_is_within(part, online) for part in asked.split(",")):
+        problem = f"fleet_cpus of this host is {asked}, but the host has only the processors {listed}."
         fix = (
             f"write fleet_cpus: {listed}, or a part of these processors, at {host} in the inventory; or "
             "remove fleet_cpus (from the inventory, or -e fleet_cpus) to use all"
@@ -289,7 +291,7 @@ def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]
         return
     threads, name = int(facts.get("threads") or 0), "fleet_threads"
     if config.threads:  # of a rank; it is used instead
-        threads, name = config.threads * ranks, "threads" if ranks == 1 else f"threads of {ranks} ranks"
+        threads, name = config.threads * ranks, "threads" if ranks == 1 else f"threads times {ranks} ranks"
     usable = len(chosen or online)
     if threads > usable:
         has = (

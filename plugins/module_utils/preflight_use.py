@@ -194,6 +194,6 @@ def _battery(host: str, facts: Facts) -> Iterator[Finding]:
         yield warning(
             "NF122",
             host,
-            f"This host runs on its battery{left}. It goes off when the battery is empty.",
+            f"This host runs on its battery{left}. It turns off when the battery is empty.",
             fix,
         )

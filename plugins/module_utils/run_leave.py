@@ -26,28 +26,32 @@ def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) ->
     """
     if unknown := [host for host in leaving if host not in states]:
         return (
-            f"{', '.join(unknown)} is no host of the inventory. Its hosts are {', '.join(states)}. "
-            "Fix: repeat the command with one of these as HOST: -e leave=HOST"
+            f"Not in the inventory: {', '.join(unknown)}. The hosts of the inventory are "
+            f"{', '.join(states)}. Fix: repeat the command with one of these as HOST: -e leave=HOST"
         )
     reached = answered(states)
     active = [host for host, state in reached.items() if state["run_id"] == run_id and not is_over(state)]
     if not active:
         named = f"The run {run_id} is not active" if run_id else "No run is active"
-        return f"{named}, so no host can leave it. See: ansible-playbook status.yml"
+        return f"{named}, so no host can leave. Fix: see which run is active: ansible-playbook status.yml"
     run_file = reached[active[0]]["run_file"] or {}
     if not is_elastic(run_file):
         return (
-            f"The run {run_id} ends on all hosts when one of them ends: it is not elastic. "
-            f"End it: ansible-playbook stop.yml -e run_id={run_id}"
+            f"No host can leave the run {run_id}, because it is not elastic: it ends on all hosts when it "
+            f"ends on one. Fix: to end it on all hosts: ansible-playbook stop.yml -e run_id={run_id}"
         )
     first = coordinator(states)
     if first in leaving and not has_failover(run_file):
         return (
-            f"{first} is the coordinator, and the run {run_id} does not continue without it. End it: "
-            f"ansible-playbook stop.yml -e run_id={run_id}"
+            f"{first} is the coordinator, and the run {run_id} does not continue without it. Fix: to end the "
+            f"run on all hosts: ansible-playbook stop.yml -e run_id={run_id}"
         )
     if silent := [host for host in leaving if host not in reached]:
-        return f"{', '.join(silent)} did not answer. If it is off, the run continues without it already."
+        return (
+            f"No answer from {', '.join(silent)}, so no host was stopped. The run continues without a host "
+            "that is off. Fix: on a host that is on, correct SSH or sudo (see the error above), then repeat "
+            "the command"
+        )
     if absent := [host for host in leaving if host not in active]:
         return (
             f"{', '.join(absent)} does not take part in the run {run_id}. Those that do: "

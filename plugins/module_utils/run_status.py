@@ -124,7 +124,10 @@ def no_such_run(reached: Mapping[str, State], run_id: str) -> str:
     meant = f" Did you mean {near[0]}?" if near else ""
     known = ", ".join(f"{name} (active)" if active else name for name, active in runs.items())
     if not known:
-        return f"No host that answers has a run {run_id}, and no other run was started on these hosts."
+        return (
+            f"No host that answers has a run {run_id}, and no other run was started on these hosts. "
+            "Fix: start one: ansible-playbook train.yml"
+        )
     return (
         f"No host that answers has a run {run_id}.{meant} Known runs: {known}. "
         "Fix: repeat the command with one of them: -e run_id=NAME"

@@ -196,7 +196,7 @@ def several_active(states: Mapping[str, State]) -> str:
     runs = "; ".join(f"{run} on {', '.join(hosts)}" for run, hosts in active.items())
     return (
         f"The active runs are {runs}. No run was stopped. "
-        f"Fix: name the run to end: ansible-playbook stop.yml -e run_id={next(iter(active))}"
+        f"Fix: name the run: ansible-playbook stop.yml -e run_id={next(iter(active))}"
     )
 
 

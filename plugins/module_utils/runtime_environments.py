@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, unlike_most
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_hosts import may_become_root
 
 PROJECT = "nanofleet"
 SETUP = "ansible-playbook setup.yml  (for all hosts)"
@@ -59,17 +60,20 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
                 "build of torch need the same packages."
             )
             prefix = hostvars[host].get("nanofleet_prefix", "/opt/nanofleet")
-            typed = f"sudo rm -r $(readlink -f {prefix}/venv)  (on {host}), then: ansible-playbook setup.yml"
+            remove = "sudo rm" if may_become_root(hostvars[host]) else "rm"
+            typed = f"{remove} -r $(readlink -f {prefix}/venv)  (on {host}), then: ansible-playbook setup.yml"
             yield finding("NF301", host, problem, typed)
     versions = {host: each["versions"] for host, each in environments.items()}
-    for name in sorted({name for each in versions.values() for name in each} - {PROJECT}):
+    for package in sorted({name for each in versions.values() for name in each} - {PROJECT}):
         # Not every kind of host needs every package. All hosts that have it need one version, in any build.
-        have = {host: each[name].split("+")[0] for host, each in versions.items() if name in each}
+        have = {host: each[package].split("+")[0] for host, each in versions.items() if package in each}
         for host, version, usual in unlike_most(have):
             yield finding(
                 "NF302",
                 host,
-                f"This host has {name} {version}, and other hosts have {usual}. All need the same version.",
+                f"This host has {package} {version}, and other hosts have {usual}. All need the same "
+                "version. With runtime_torch: cuda, the wheel of torch from runtime_torch_index determines "
+                "the versions of the CUDA packages.",
                 "in the inventory, give all hosts that have runtime_torch: cuda the same "
                 f"runtime_torch_index, then: {SETUP}",
             )

@@ -89,7 +89,7 @@ def test_what_cannot_be_evaluated_is_refused(fleet: Fleet, trained: str, tmp_pat
     printed = " ".join(
         fleet.play("eval.yml", fails=True, run_id=RUN, checkpoint="step_000004").stdout.split()
     )
-    assert f"NF450: {HOSTS[0]}, the coordinator, has no checkpoint step_000004 of the run {RUN}" in printed
+    assert f"NF450: The coordinator, {HOSTS[0]}, has no checkpoint step_000004 of the run {RUN}" in printed
     assert "-e checkpoint=step_000006" in printed
     printed = " ".join(fleet.play("eval.yml", fails=True, run_id=RUN, core=tmp_path).stdout.split())
     assert f"NF617: There is no CORE bundle in {tmp_path}" in printed

@@ -175,7 +175,7 @@ def test_a_run_that_trains_is_not_evaluated(site: Site, tuned: dict[str, Any]) -
     started = time.monotonic()
     printed = site.play("eval.yml", run, fails=True)
     seconds = time.monotonic() - started
-    words = f"NF451: {site.names[0]} is busy with {run}"
+    words = f"NF451: {site.names[0]} is busy with the run {run}"
     assert words in " ".join(printed.split())
     assert f"stop.yml -e run_id={run}" in " ".join(printed.split())
     site.note(

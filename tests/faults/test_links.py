@@ -124,4 +124,5 @@ def test_large_packets_dropped_for_good_end_the_attempt_and_doctor_names_the_rul
     assert "is frozen" not in awaited.log
     found = " ".join(doctor[0].split())
     assert "are lost without an error" in found
-    assert f"The rule on {site.names[WORKER - 1]} is: iptables -A OUTPUT -d {peer}/32" in found
+    cause = f"This firewall rule on {site.names[WORKER - 1]} is the cause: "
+    assert f"{cause}iptables -A OUTPUT -d {peer}/32" in found

@@ -40,7 +40,9 @@ def test_a_host_without_python_and_one_that_fails_otherwise() -> None:
 def test_clock_skew_has_a_direction(skew: float, words: str) -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"]["facts"]["skew_s"] = skew
-    assert words in only(measured)["problem"]
+    found = only(measured)
+    assert words in found["problem"]
+    assert found["remedy"].startswith("sudo timedatectl set-ntp true  (on laptop; if NTP is not supported")
 
 
 def test_a_slow_answer_is_no_skew() -> None:
@@ -80,7 +82,9 @@ def test_a_held_port_names_process_and_unit() -> None:
     measured = fleet("tower", "laptop")
     held = {"port": 29500, "role": "store", "reason": "held"}
     measured["tower"]["held"] = [held]
-    assert "only root can name" in only(measured)["problem"]
+    found = only(measured)
+    assert "only root can name (a listener that an interrupted doctor.yml has left" in found["problem"]
+    assert found["remedy"].startswith("wait 30 s and repeat the command, or sudo kill PID, the number in")
     who = {"pid": 41, "user": "me", "command": "python3 train.py", "unit": ""}
     measured["tower"]["held"] = [{**held, **who}]
     found = only(measured)
@@ -132,6 +136,7 @@ def test_a_differing_torch_is_reported_once_and_the_tag_of_the_build_is_ignored(
     found = only(measured)
     assert (found["code"], found["host"]) == ("NF511", "tower")
     assert "version of torch on this host is 2.11.0, but on laptop, attic it is 2.13.0" in found["problem"]
+    assert found["problem"].endswith("All hosts need the same one.")
 
 
 def test_environments_are_compared_among_hosts_of_a_kind() -> None:
@@ -139,7 +144,11 @@ def test_environments_are_compared_among_hosts_of_a_kind() -> None:
     measured["attic"]["installed"].update(machine="aarch64", environment="e2")
     assert all_findings(measured) == []
     measured["laptop"]["installed"]["environment"] = "e3"
-    assert only(measured)["host"] == "laptop"
+    found = only(measured)
+    assert found["host"] == "laptop"
+    assert found["problem"].endswith(
+        "Hosts with the same Python, processor and build of torch need the same one."
+    )
 
 
 def test_another_trainer_on_all_hosts_is_one_finding() -> None:

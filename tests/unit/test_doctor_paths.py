@@ -68,7 +68,7 @@ def test_rules_about_other_packets_are_not_the_cause() -> None:
         assert "No firewall rule of" in only(measured)["problem"], innocent
     for guilty in ({"source": ""}, {"source": "10.0.0.0/8"}, {"ports": ""}, {"ports": f"{DASHED}"}):
         measured["laptop"]["firewall"] = [{**DROP, **guilty}]
-        assert "The rule on laptop is" in only(measured)["problem"], guilty
+        assert "This firewall rule on laptop is the cause: " in only(measured)["problem"], guilty
 
 
 def test_a_rule_of_the_sender_is_found_there() -> None:
@@ -90,7 +90,7 @@ def test_a_rule_about_answers_is_the_cause_only_if_it_covers_all_ephemeral_ports
     assert "tower that may drop" not in only(measured)["problem"]
     assert "No firewall rule of" in only(measured)["problem"]
     measured["tower"]["firewall"] = [{**DROP, "source": "10.0.0.2", "ports": "1024-65535"}]
-    assert "The rule on tower is" in only(measured)["problem"]
+    assert "This firewall rule on tower is the cause: " in only(measured)["problem"]
 
 
 def test_a_policy_about_requests_precedes_a_rule_about_answers() -> None:

@@ -136,7 +136,8 @@ def test_what_cannot_start_is_refused_with_a_sentence() -> None:
     assert "step_000040" in refused("NF435", found(one), GIVEN, "", "first/step_000010")
     refused("NF432", found(run="", known=False), GIVEN, "", "/srv/step_000010")
     assert "depth=4 instead of 3" in refused("NF428", found(one), {**GIVEN, "depth": "4"}, "")
-    assert "another tokenizer" in refused("NF429", found(one), GIVEN, "", tokenizer_sha256="cd" * 32)
+    words = "not that of the base run first."
+    assert words in refused("NF429", found(one), GIVEN, "", tokenizer_sha256="cd" * 32)
     assert decided(found(one), GIVEN, "", tokenizer_sha256="ab" * 32)["arguments"]
     home = {**one, "path": "/home/me/step_000040"}
     refused("NF430", found(home, run=""), GIVEN, "", home["path"])
@@ -182,7 +183,11 @@ def test_the_command_that_resumes_a_fine_tuning_is_whole() -> None:
 def test_a_run_of_another_base_or_without_any_checkpoint_is_refused() -> None:
     run = tuned(checkpoint(40), run_id="chat")
     other = found(checkpoint(10, "second"), run="second", tuned=[run])
-    assert "fine-tunes first/step_000040" in refused("NF431", other, GIVEN, "chat")
+    words = "fine-tunes first/step_000040, but the command names second."
+    assert words in refused("NF431", other, GIVEN, "chat")
+    rewritten = found(checkpoint(40, sha256={"model.safetensors": "e" * 64}), tuned=[run])
+    words = "fine-tunes first/step_000040, which has other content now."
+    assert words in refused("NF431", rewritten, GIVEN, "chat", "first/step_000040")
     begun = {**run, "has_checkpoint": False}
     assert "does not have any more" in refused("NF427", found(tuned=[begun]), GIVEN, "chat")
 

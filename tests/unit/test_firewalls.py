@@ -107,7 +107,7 @@ HOOK = "type filter hook input priority filter; policy"
 )  # fmt: skip
 def test_a_plain_drop_is_named_with_what_removes_it(listing: dict[str, str], text: str, remedy: str) -> None:
     found = lost(read(listing))
-    assert f"The rule on laptop is: {text}" in found["problem"]
+    assert f"This firewall rule on laptop is the cause: {text}" in found["problem"]
     assert found["remedy"] == f"{remedy}  (on laptop)"
 
 

@@ -186,6 +186,10 @@ def test_a_name_server_that_does_not_answer_is_named() -> None:
     there = seen(("10.0.0.11", "enp3s0", "10.0.0.10"), slow_names=["tower"])
     (found,) = network.choose("tower", ONE, there)["findings"]
     assert "A lookup of the name tower on this host takes more than 3 s" in found["problem"]
+    assert "echo 'ADDRESS tower' | sudo tee -a /etc/hosts  (on tower)" in found["remedy"]
+    by_address = seen(("10.0.0.11", "enp3s0", "10.0.0.10"), slow_names=["10.0.0.11"])
+    (other,) = network.choose("tower", ONE, by_address)["findings"]
+    assert "echo '10.0.0.11 laptop' | sudo tee" in other["remedy"]
     assert network.lines([found, found]) == [f"NF204  tower: {found['problem']} Fix: {found['remedy']}"]
 
 

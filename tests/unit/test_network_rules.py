@@ -107,6 +107,9 @@ def test_a_host_that_cannot_filter_addresses_gets_a_warning(answer: str, warns: 
     found = rules.filter_findings("tower", answer)
     assert [finding["host"] for finding in found] == ["tower"] * warns
     assert all("only a firewall keeps other machines" in finding["problem"] for finding in found)
+    by_person = answer == "user"  # setup.yml changes no firewall there
+    assert all(("network_ufw_enable" not in finding["remedy"]) is by_person for finding in found)
+    assert all(("sudo ufw allow 22/tcp" in finding["remedy"]) is by_person for finding in found)
 
 
 def test_a_second_run_has_nothing_to_do_and_keeps_the_rule_for_ssh() -> None:
@@ -270,8 +273,15 @@ def test_the_owner_of_a_host_without_sudo_gets_the_line_to_type(
         "__network_range": {"content": base64.b64encode(span.encode()).decode()},
     }
     found = rules.findings("laptop", own, {}, {**OPTIONS, "is_root": False})
-    assert [each["remedy"] for each in found[:-1]] == ([typed] if typed else [])
+    remedy = (
+        f"if this was not done before, let a user with sudo type: {typed}, then: ansible-playbook doctor.yml"
+    )
+    assert [each["remedy"] for each in found[:-1]] == ([remedy] if typed else [])
     assert "only a firewall keeps other machines" in found[-1]["problem"]
+    assert "sudo ufw allow 22/tcp && sudo ufw enable  (on laptop)" in found[-1]["remedy"]
+    own["__network_ssh"] = {"stdout": "10.0.0.9 50000 10.0.0.11 2222\n"}
+    found = rules.findings("laptop", own, {}, {**OPTIONS, "is_root": False})
+    assert "sudo ufw allow 2222/tcp" in found[-1]["remedy"]
 
 
 # Connections that were tried

@@ -279,7 +279,8 @@ def test_an_inventory_that_is_no_fleet_gets_a_sentence(
         (
             [],
             "inventory",
-            "The inventory has no hosts in a group fleet. Every playbook runs on the hosts of this group.",
+            "The inventory has no group named fleet, or this group is empty. Every playbook runs on the "
+            "hosts of this group.",
             "a group fleet with the children",
         ),
         (

@@ -25,8 +25,8 @@ def test_without_python_it_reports_it() -> None:
 def test_an_old_python_is_named() -> None:
     [(problem, remedy)] = host(GOOD.replace("3.11", "3.9").replace("debian 12", "debian 11"))
     assert problem == (
-        "The training program needs Python 3.11 or 3.12 or 3.13, and the Python from which setup.yml makes "
-        "its environment on this host (debian 11; runtime_python) is 3.9."
+        "The training program needs Python 3.11 or 3.12 or 3.13. On this host (debian 11) the Python of the "
+        "setting runtime_python, from which setup.yml makes the environment, is 3.9."
     )
     assert "runtime_python: /usr/bin/python3.11" in remedy
     assert "is none." in host(GOOD.replace("python=3.11\n", ""))[0][0]  # runtime_python names no file
@@ -112,9 +112,24 @@ def test_sudo_that_wants_a_password() -> None:
     [(problem, remedy)] = host(root="", msg="Incorrect sudo password")
     assert problem == "sudo on this host refuses the password that was given for me."
     assert remedy.startswith("repeat the command with -K")
+    assert "if it differs from that on the other hosts, set ansible_become_password of laptop" in remedy
     inventory = {"ansible_become_password": "wrong"}  # Ansible uses it before that of -K
     [(_, remedy)] = host(root="", msg="Incorrect sudo password", variables=inventory)
     assert remedy == "correct ansible_become_password of laptop in the inventory"
+
+
+def test_a_sudo_that_fails_for_another_reason_gets_another_message() -> None:
+    [found] = reported(GOOD, "", msg="Timeout (12s) waiting for privilege escalation prompt: ")
+    assert found["code"] == "NF111"
+    assert found["problem"] == (
+        "sudo on this host does not work for me. Usually it asks for a password, and none was given."
+    )
+    assert found["remedy"] == (
+        "repeat the command with -K (--ask-become-pass), then type the password; if that does not help, see "
+        "the error of sudo: sudo true  (on laptop)"
+    )
+    [(problem, _)] = host(root="sudo: a password is required\n", msg="non-zero return code")
+    assert problem == "sudo on this host asks for the password of me, and none was given."
 
 
 @pytest.mark.parametrize(
@@ -219,4 +234,5 @@ def test_warnings_follow_what_stops() -> None:
         "the lid is closed.",
     ]
     assert findings.refusals(found) == found[:1]
-    assert findings.table(found[1:]).startswith("1 warning; nothing stops for it.\n")
+    assert findings.table(found).splitlines()[3] == "1 warning."
+    assert findings.table(found[1:]).startswith("1 warning; the command continues.\n")

@@ -184,16 +184,15 @@ def test_bfloat16_where_it_is_emulated(flags: str, refused: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "lacks"),
-    [("0-3", ""), ("1,3", ""), ("2-5", "2-5"), ("0,7-9,8", "7-9, 8"), ("3-1", "3-1")],
+    ("cpus", "refused"),
+    [("0-3", False), ("1,3", False), ("2-5", True), ("0,7-9,8", True), ("3-1", True)],
 )
-def test_processors_that_a_host_lacks_are_refused(cpus: str, lacks: str) -> None:
+def test_processors_that_a_host_lacks_are_refused(cpus: str, refused: bool) -> None:
     found = reported(put(GOOD, cpus=cpus), config={})
-    assert severity(found) == (["refusal"] if lacks else [])
-    if lacks:
-        assert found[0]["problem"] == (
-            f"fleet_cpus of this host is {cpus}, but the host has only the processors 0-3, not {lacks}."
-        )
+    assert severity(found) == (["refusal"] if refused else [])
+    if refused:
+        problem = f"fleet_cpus of this host is {cpus}, but the host has only the processors 0-3."
+        assert found[0]["problem"] == problem
         assert found[0]["remedy"] == (
             "write fleet_cpus: 0-3, or a part of these processors, at laptop in the inventory; or remove "
             "fleet_cpus (from the inventory, or -e fleet_cpus) to use all"
@@ -208,7 +207,7 @@ def test_processors_that_a_host_lacks_are_refused(cpus: str, lacks: str) -> None
         ({"threads": "16"}, {}, 1, "fleet_threads is 16, but the host has 4 ", "remove fleet_threads"),
         ({"threads": "2", "cpus": "3"}, {}, 1, "fleet_threads is 2, but fleet_cpus allows 1 ", "remove"),
         ({}, {"threads": 6}, 1, "threads is 6, but the host has 4 ", "threads=auto  (or -e threads=4)"),
-        ({}, {"threads": 3}, 2, "threads of 2 ranks is 6, but the host has 4 ", "(or -e threads=2)"),
+        ({}, {"threads": 3}, 2, "threads times 2 ranks is 6, but the host has 4 ", "(or -e threads=2)"),
         ({"threads": "16", "online": ""}, {}, 1, "", ""),  # not known
     ],
 )  # fmt: skip

@@ -74,8 +74,8 @@ def test_idling_that_puts_a_desktop_to_sleep() -> None:
 def test_a_laptop_on_its_battery() -> None:
     [found] = reported(put(GOOD, battery="Discharging 63", mains="0"))
     assert found["severity"] == "warning"
-    assert (
-        found["problem"] == "This host runs on its battery, 63 % full. It goes off when the battery is empty."
+    assert found["problem"] == (
+        "This host runs on its battery, 63 % full. It turns off when the battery is empty."
     )
     assert host(put(GOOD, battery="Charging 63", mains="1")) == []
 

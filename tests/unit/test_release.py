@@ -133,7 +133,7 @@ def test_a_host_that_has_left_since_the_last_setup_is_named_with_how_to_release_
         (
             "old",
             "uninstall nanofleet there: ansible-playbook reset.yml -i 192.0.2.3, -u USER -e fleet_id=home "
-            "--limit 192.0.2.3 -e reset_confirm=true",
+            "--limit 192.0.2.3 -e reset_confirm=true  (USER: your login there)",
         )
     ]
 

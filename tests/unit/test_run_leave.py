@@ -39,20 +39,24 @@ def test_the_coordinator_of_three_hosts_may_leave() -> None:
 @pytest.mark.parametrize(
     ("states", "leaving", "expected"),
     [
-        (STATES, ["cellar"], "cellar is no host of the inventory. Its hosts are tower, laptop, attic."),
+        (
+            STATES,
+            ["cellar"],
+            "Not in the inventory: cellar. The hosts of the inventory are tower, laptop, attic.",
+        ),
         (
             dict.fromkeys(STATES, FIXED),
             ["tower"],
             "tower is the coordinator, and the run a does not continue",
         ),
-        ({**STATES, "attic": {"unreachable": True}}, ["attic"], "attic did not answer. If it is off,"),
+        ({**STATES, "attic": {"unreachable": True}}, ["attic"], "No answer from attic, so no host was "),
         (
             {**STATES, "attic": OVER},
             ["attic"],
             "attic does not take part in the run a. Those that do: tower,",
         ),
-        (dict.fromkeys(STATES, OVER), ["attic"], "The run a is not active, so no host can leave it"),
-        (dict.fromkeys(STATES, PLAIN), ["attic"], "it is not elastic"),
+        (dict.fromkeys(STATES, OVER), ["attic"], "The run a is not active, so no host can leave."),
+        (dict.fromkeys(STATES, PLAIN), ["attic"], "No host can leave the run a, because it is not elastic"),
     ],
 )
 def test_others_are_refused_with_the_reason(

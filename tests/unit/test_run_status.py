@@ -306,7 +306,10 @@ def test_who_asks_for_a_run_that_is_not_there_gets_the_nearest_and_ends_none() -
         "No host that answers has a run cc. Did you mean c? Known runs: c (active), evening. "
         "Fix: repeat the command with one of them: -e run_id=NAME"
     )
-    none = "No host that answers has a run cc, and no other run was started on these hosts."
+    none = (
+        "No host that answers has a run cc, and no other run was started on these hosts. "
+        "Fix: start one: ansible-playbook train.yml"
+    )
     assert status.status_screen({"tower": state()}, "cc") == none
     assert "Did you mean evening?" in status.status_screen(there, "evning")
     assert "Did you mean" not in status.status_screen(there, "xyz")

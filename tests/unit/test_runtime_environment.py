@@ -223,8 +223,12 @@ def test_the_odd_host_is_named() -> None:
         ("d", "NF302"),
         ("d", "NF303"),
     ]
+    assert found[0]["remedy"].startswith("sudo rm -r $(readlink -f /opt/nanofleet/venv)  (on d)")
     assert "torch 1.9, and other hosts have 2.0" in found[1]["problem"]
     assert "(digest qqqqqqqqqqqq) differs from that on other hosts (digest pppp" in found[2]["problem"]
+    odd["d"] |= {"ansible_become": False, "nanofleet_prefix": "/home/me/.local/share/nanofleet"}
+    [own, *_] = filters.runtime_findings(["a", "b", "c", "d"], odd)
+    assert own["remedy"].startswith("rm -r $(readlink -f /home/me/.local/share/nanofleet/venv)  (on d)")
 
 
 def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() -> None:
