@@ -10,7 +10,7 @@ import pytest
 
 from .lab import LAB, Fleet
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 TINY = {
     "depth": 2, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "total_batch_size": 1024,
@@ -59,7 +59,6 @@ def test_a_stop_follows_no_planted_link(hosts: Fleet, run: str) -> None:
     assert '"outcome": "stopped"' in hosts.on(HOSTS[0], f"cat {RUN}/outcome.json")
 
 
-@pytest.mark.slow
 def test_a_start_refuses_a_run_directory_that_is_a_link(hosts: Fleet, run: str) -> None:
     hosts.play("stop.yml", run_id=run, stop_now=True)
     before = plant(hosts, f"cd ..; mv planted away; ln -s {ROOTS}/folder planted; :")
@@ -69,7 +68,6 @@ def test_a_start_refuses_a_run_directory_that_is_a_link(hosts: Fleet, run: str) 
     assert f"{RUN} is a link to {ROOTS}/folder" in " ".join(refused.split())
 
 
-@pytest.mark.slow
 def test_a_start_names_a_link_in_the_run_directory(hosts: Fleet, run: str) -> None:
     hosts.play("stop.yml", run_id=run, stop_now=True)
     before = plant(hosts, f"ln -sf {ROOTS}/file train.log; ln -sf {ROOTS}/file outcome.json")
@@ -80,7 +78,6 @@ def test_a_start_names_a_link_in_the_run_directory(hosts: Fleet, run: str) -> No
     assert of_root(hosts) == before
 
 
-@pytest.mark.slow
 def test_a_second_setup_takes_no_folder_of_roots_for_one_of_the_service_user(
     hosts: Fleet, dataset: Path, run: str
 ) -> None:
@@ -115,7 +112,6 @@ def test_a_run_is_closed_to_the_world_and_open_to_whoever_logs_in(
     assert list(tmp_path.glob(f"{run}/{HOSTS[0]}/checkpoints/step_*/model.safetensors"))
 
 
-@pytest.mark.slow
 def test_a_run_directory_that_is_removed_on_a_worker_is_named_and_put_back(hosts: Fleet, run: str) -> None:
     hosts.on(HOSTS[1], REMOVE)
     status = " ".join(hosts.play("status.yml", run_id=run).stdout.split())

@@ -12,7 +12,7 @@ import pytest
 
 from .lab import LAB, ROOT, Fleet
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HOSTS = (f"{LAB}-1", f"{LAB}-2")
 DATA = "/var/lib/nanofleet/data"
@@ -46,7 +46,6 @@ def colleague(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     return Fleet(fleet.workdir, inventory)
 
 
-@pytest.mark.slow
 def test_another_operator_sends_other_data_and_the_first_one_sends_them_back(
     fleet: Fleet, colleague: Fleet, dataset: Path, other_data: Path
 ) -> None:
@@ -89,7 +88,6 @@ def test_root_follows_no_link_that_the_service_user_planted(fleet: Fleet, datase
     assert fleet.play("setup.yml", data_dir=dataset).changed() == 0
 
 
-@pytest.mark.slow
 def test_a_link_in_the_place_of_the_data_folder_is_refused(fleet: Fleet, dataset: Path) -> None:
     """Of a version that gave the folder around it to the service user."""
     host = HOSTS[1]

@@ -97,6 +97,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert left == []
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_count_what_they_send(tmp_path: Path) -> None:
     """Dense sends every gradient and weight once at two ranks; rows of embeddings alone are less."""
