@@ -249,7 +249,8 @@ def become_password() -> str | None:
 def prepare_command(sources: Sequence[Path], data: Path) -> list[str]:
     """The command `python -m trainer prepare` that writes shards and a tokenizer of `sources` to `data`.
 
-    The result is a list of the program and its arguments.
+    The result is a list of the program and its arguments. Vocabulary and size of the text are those of the
+    demo, smaller than the defaults of `prepare`.
     """
     command = [sys.executable, "-m", "trainer", "prepare", "--out", str(data)]
     for source in sources:

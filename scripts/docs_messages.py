@@ -62,9 +62,10 @@ EXAMPLES = {
     "path_problem": "<host> has no route to <peer>: Network is unreachable",
     "inventory_change": "connect both to one network, or set fleet_address of <peer> in the inventory to its "
     "address on the network of <host>",
-    "_link_check_and_settings": "find the cause: cat /sys/class/net/<interface>/speed (on <host>; for WiFi: "
-    "iw dev <interface> link); or start a new run that needs less of the network: ansible-playbook train.yml "
-    "-e sync=local (docs/how-to/slow-link.md)",
+    "_link_check_and_settings": "find the cause: cat /sys/class/net/<interface>/speed; tc qdisc show dev "
+    "<interface> (on <host>; the first prints the rate of the link in Mbit/s, the second a limit such as tbf "
+    "if there is one; then check cable, port and switch); or start a new run, with your other settings, that "
+    "needs less of the network: ansible-playbook train.yml -e sync=local (docs/how-to/slow-link.md)",
     "needs": " A step of depth <depth> and <tokens> tokens is predicted to take <seconds> s with sync=exact "
     "(transfers: <seconds> s).",
     "run_remove_save_first": "ansible-playbook stop.yml -e run_id=<run> (saves and stops it), then repeat "
@@ -292,12 +293,14 @@ def shown_expression(found: re.Match[str]) -> str:
     """The text that the page shows for a Jinja expression: its literals, and `shown_name` of variables.
 
     found: a match of EXPRESSION_IN_YAML. For a statement of Jinja the text is "". Of `A if B else C` only A
-    is shown. The first filter and all that follows it are left out. A part without a literal and without a
-    variable is shown as "...".
+    is shown. The first filter and all that follows it are left out, except a factor of a number. A part
+    without a literal and without a variable is shown as "...".
     """
     if not found[1]:
         return ""
     inner = found[1].strip().removeprefix("(").removeprefix("[")
+    if factor := re.fullmatch(r"(?:(\d+) \* )?(\w+) \| int(?: \* (\d+))?", inner):
+        return " * ".join(filter(None, (factor[1] or factor[3], shown_name(factor[2]))))
     inner = re.split(r" if |\s\|\s", inner, maxsplit=1)[0]
     parts = []
     for part in inner.split(" ~ "):

@@ -320,13 +320,12 @@ def messages_page() -> str:
         "Messages",
         "The messages of the playbooks that stop a command or warn: the findings of the checks and of "
         "`doctor.yml`, and the failures of tasks. A "
-        "code keeps its meaning in later releases. A part in angle brackets is filled in at run time; of "
-        "wordings that depend on the case, one is shown. *This host* is the host that stands before the "
-        "message, "
-        "and `(on HOST)` after a command is where to type it. A "
-        "refusal stops the command before a host is changed (NF301 to NF303: after the environments were "
-        "installed). An error stops the command; one of `doctor.yml` prevents training. A warning stops "
-        "nothing.",
+        "code keeps its meaning in later releases. A part in angle brackets is filled in at run time. Where "
+        "the wording depends on the case, one wording is shown. *This host* is the host that stands before "
+        "the message, and `(on HOST)` after a command is where to type it. A refusal stops the command "
+        "before a host is changed; only NF301 to NF303 come after `setup.yml` has installed the "
+        "environments. An error stops the command too. With an error of `doctor.yml` the hosts cannot train "
+        "together. A warning stops nothing.",
         lines,
     )
 

@@ -8,10 +8,11 @@ from ansible.plugins.action import ActionBase
 
 
 class ActionModule(ActionBase):
-    """The action `doctor_peers`: calls the module of this name, if the option `peers` is not empty.
+    """The action `doctor_peers`: calls the module of this name for the hosts in the option `peers`.
 
-    The doctor measures rates in rounds, in each of which a host has at most one peer. The option `before` has
-    the results of the earlier rounds; the result of this round is added to them.
+    The value `peers` of the result has the measurements of this call, and those in the option `before`, the
+    value `peers` of an earlier call. If the option `peers` is empty, nothing is measured. The doctor measures
+    rates in rounds, in each of which a host has one peer or none.
     """
 
     _supports_check_mode = True

@@ -101,10 +101,7 @@ def file_findings(sources: Sequence[Source], tokenizer: Path) -> Iterator[Findin
     for path, _ in sources:
         if not path.exists():
             problem = f"There is no file or folder {path} on the controller."
-            fix = (
-                "repeat the command with -e conversations=FILE.jsonl and the right path, best an absolute "
-                "one; a relative path begins at the root of this repository"
-            )
+            fix = "repeat the command with the right path, best an absolute one: -e conversations=PATH"
             yield finding("NF613", "conversations", problem, fix)
     if not (tokenizer / TOKENIZER).is_file():
         problem = (

@@ -186,8 +186,8 @@ def _link(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
         )
         remedy = (
             f"if both interfaces are in one network: sudo ip link set {name} down  (on {host}; SSH sessions "
-            f"over {name} end); if all hosts have an address in the network of {other}, set fleet_address of "
-            "every host to it; then: ansible-playbook setup.yml"
+            f"over {name} end); or, if all hosts have an address in the network of {other}, set "
+            "fleet_address of each host to that address in the inventory; then: ansible-playbook setup.yml"
         )
         yield finding("NF542", host, problem, remedy)
     elif (mbit := link["speed_mbit"]) and mbit <= 100 and link["physical"] and not link["wireless"]:

@@ -104,7 +104,8 @@ class Path:
             remedy = (
                 f"type ip -br address on {peer} and on {other}: if both list {address}, give one of them "
                 f"another address; else delete the rule on {host} that redirects {address}: sudo iptables "
-                "-t nat -D RULE  (RULE: what follows -A in its line of: sudo iptables-save -t nat)"
+                "-t nat -D RULE  (RULE: what follows -A in its line of: sudo iptables-save -t nat; other "
+                "rules are listed by: sudo nft list ruleset)"
             )
             yield finding("NF522", peer, problem, remedy, host)
             return

@@ -16,8 +16,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import F
 def read_firewalls(interface: str) -> dict[str, Any]:
     """The firewalls of this host, as {"rules", "active"}.
 
-    interface: the network interface to the peers. rules: list of dicts (see firewall_listings.py). active:
-    names of the active firewalls.
+    rules: the rules that drop or accept packets, and the policies, of all firewalls, as dicts (see the top of
+    firewall_listings.py); without root the listings are empty. active: names of the active firewalls that
+    are recognised without root: ufw, firewalld and nft. interface: the network interface to the peers; it
+    selects the zone of firewalld.
     """
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     locale = {**os.environ, "LC_ALL": "C", "LANG": "C"}

@@ -113,7 +113,7 @@ def mount_of(path: str) -> str:
 def mark(path: str) -> str:
     """A text that changes when a file changes: its real path, mtime and size.
 
-    "" if the file does not exist; "unreadable" if this user may not read its folder.
+    "" if the file does not exist; "unreadable" if this user may not enter a folder of its path.
     """
     try:
         status = os.stat(path)

@@ -26,8 +26,8 @@ class Prompt:
     """A prompt of an item of CORE.
 
     tokens: token ids of the prompt, from BOS on unless its start was cut off. start: index of the first
-    scored token. Each token from there on is scored by the loss with which the model predicts this token from
-    the tokens before it.
+    scored token, 1 or more. This token and all after it are scored: the model predicts each from the tokens
+    before it.
     """
 
     tokens: Sequence[int]

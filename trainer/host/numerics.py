@@ -282,10 +282,9 @@ def find_gpu(index: int) -> Gpu:
 def thread_count(asked: int, local_world_size: int) -> int:
     """The number of threads of this rank, 1 or more.
 
-    asked: the setting threads. If it is 0, OMP_NUM_THREADS decides. Without that variable, the result is the
-    number of usable cores divided by `local_world_size`, the number of ranks on this host. A playbook or
-    torchrun sets OMP_NUM_THREADS from the cores of a host, without the CPU quota of the run, so the value is
-    limited to that quota here.
+    asked: the setting `threads`; if it is not 0, it is the result. Otherwise the result is OMP_NUM_THREADS,
+    but at most this rank's part of the CPU quota, which the variable may ignore. Without this variable, the
+    usable cores are divided by `local_world_size`, the number of ranks on this host.
     """
     return threads_set(asked, local_world_size) or max(1, usable_cores() // local_world_size)
 

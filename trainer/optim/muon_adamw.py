@@ -181,7 +181,7 @@ class MuonAdamW:
 
     @torch.no_grad()
     def step_adamw(self) -> None:
-        """Update the parameters of AdamW's groups that have a gradient and are not sharded by rows."""
+        """Update the parameters of AdamW that have a gradient, except those that are sharded by rows."""
         for group in self._adamw_groups:
             stepped = [p for p in group["params"] if p.grad is not None]
             if not stepped:

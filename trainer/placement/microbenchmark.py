@@ -166,10 +166,11 @@ def _synchronize(device: torch.device) -> None:
 
 
 def measure_link(group: Collectives, device: torch.device) -> Link | None:
-    """Measure latency with short all-reduces and bandwidth with a long one; returns None with one rank.
+    """Measure the network of the ranks with all-reduces; returns a Link, or None with one rank.
 
-    All ranks of `group` must call it. device: device of the tensors. The bandwidth is a mean over the ranks;
-    the latency is that of this rank. The delay is not measured (see `measure_delay`).
+    All ranks of `group` must call it. device: where the tensors that are sent are allocated. `latency` of the
+    result is the mean of short all-reduces on this rank, `bandwidth` follows from a long one, whose seconds
+    are averaged over the ranks. `delay` stays 0 (see `measure_delay`).
     """
     if group.world_size == 1:
         return None
