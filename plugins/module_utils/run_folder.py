@@ -23,7 +23,7 @@ def prepare_folder(path: str, check: bool) -> bool:
     if os.path.islink(path):
         raise ValueError(
             f"{path} is a link to {os.readlink(path)}, and a run's files are written to real folders only. "
-            f"Remove the link on this host: sudo rm {path}"
+            f"Remove the link on this host: {'sudo rm' if os.geteuid() == 0 else 'rm'} {path}"
         )
     found = os.stat(path) if os.path.exists(path) else None
     if found and (stat.S_IMODE(found.st_mode), found.st_gid) == (FOLDER_MODE, os.getegid()):

@@ -263,6 +263,7 @@ def test_progress_of_compressed_text_never_passes_its_end(
         (["--shards", "EMPTY", "--max-bytes", "9", "--out", "OUT"], "shards are used unchanged"),
         (["--shards", "EMPTY", "--out", "OUT"], "no .parquet file"),
         (["--source", "SOURCE", "--tokenizer", "EMPTY", "--out", "OUT"], "There is no"),
+        (["--rows", "--data-dir", "OUT", "--sequence-len", "16", "--count", "3"], "remove the other options"),
         (["--out", "OUT"], "--source PATH"),
         (["--source", "SOURCE"], "--out DIR"),
         (["--source", "SOURCE/nowhere", "--out", "OUT"], "There is no file or folder"),

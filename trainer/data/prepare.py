@@ -142,10 +142,12 @@ def _check(args: argparse.Namespace) -> None:
             raise DataError("--rows needs --data-dir DIR and --sequence-len T.")
         if args.threads < 0:
             raise DataError(f"--threads {args.threads} is too small: give 0 or more.")
-        if args.source or args.shards or args.base_url or args.out:
+        paths = (args.source, args.shards, args.base_url, args.out, args.tokenizer, args.sha256)
+        numbers = (args.count, args.val_shard, args.vocab_size, args.max_bytes, args.shard_bytes, args.seed)
+        if any(paths) or numbers != (None, None, VOCAB_SIZE, 0, SHARD_BYTES, SEED):
             raise DataError(
-                "--rows packs the shards of --data-dir. Remove --source, --shards, --base-url and --out, or "
-                "--rows."
+                "--rows packs the shards of --data-dir. It takes --data-dir, --sequence-len, --threads and "
+                "--json: remove the other options, or --rows."
             )
         return
     if args.data_dir or args.sequence_len is not None or args.threads:
