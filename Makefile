@@ -29,13 +29,16 @@ lab-tools:
 demo: lab-tools venv ## two hosts on this machine, a corpus, a model training on both (CORPUS=dir, LAB=name, ARGS="--steps 300")
 	@python -m fleet demo --lab $(LAB) $(if $(CORPUS),--corpus "$(CORPUS)") $(ARGS)
 
+# Ask for a password if sudo asks for one.
+ASK_BECOME = $(shell [ "$$(id -u)" = 0 ] || sudo -n true 2>/dev/null || echo -K)
+
 .PHONY: lab-up
 lab-up: lab-tools venv ## start the lab alone: two systemd hosts with sshd and ufw (LAB=name)
-	@ansible-playbook lab.yml -e lab_state=up -e lab_name=$(LAB)
+	@ansible-playbook lab.yml -e lab_state=up -e lab_name=$(LAB) $(ASK_BECOME)
 
 .PHONY: lab-down
 lab-down: venv ## stop the lab and take its containers, network and state away (LAB=name)
-	@ansible-playbook lab.yml -e lab_state=down -e lab_name=$(LAB)
+	@ansible-playbook lab.yml -e lab_state=down -e lab_name=$(LAB) $(ASK_BECOME)
 
 .PHONY: lint
 lint: venv ## ruff, mypy, yamllint, ansible-lint (production, strict)

@@ -49,29 +49,27 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="{demo,train,watch}")
 
     one = commands.add_parser(
-        "demo", help="a lab on this machine, a corpus, and a model training on two hosts", epilog=_CODES
+        "demo", help="train a small model on a lab of this machine, and ask it questions", epilog=_CODES
     )
     one.add_argument(
         "--corpus", metavar="DIR", help="a folder of text of your own (default: text of this machine)"
     )
-    one.add_argument(
-        "--depth", type=_positive, default=4, help="the depth, which sets the model's size (%(default)s)"
-    )
-    one.add_argument("--steps", type=_positive, default=demo.Demo.steps, help="updates (%(default)s)")
+    one.add_argument("--depth", type=_positive, default=4, help="number of layers of the model (%(default)s)")
+    one.add_argument("--steps", type=_positive, default=demo.Demo.steps, help="training steps (%(default)s)")
     one.add_argument("--lab", default="lab", metavar="NAME", help="the lab's name (%(default)s)")
     one.add_argument("--hosts", type=_positive, default=2, help="hosts of the lab (%(default)s)")
     one.add_argument(
         "--no-chat",
         dest="chat",
         action="store_false",
-        help="end after training, without fine-tuning the model and asking it",
+        help="end after training: do not fine-tune the model or ask it questions",
     )
-    _add_shared(one, "the run's name (default: demo-DATE-TIME)", "more settings of a run")
+    _add_shared(one, "the run's name (default: demo-DATE-TIME)", "a setting of the run; may be given again")
     one.set_defaults(command=_demo, name="demo", inventory=None)
 
     for name, text in (
         ("train", "start a run on the inventory's hosts (train.yml) and follow it to its end"),
-        ("watch", "join a run; one that has ended shows its result"),
+        ("watch", "follow a run to its end, or show the result of one that has ended"),
     ):
         one = commands.add_parser(name, help=text, description=text, epilog=_CODES)
         where = "the hosts (default: ANSIBLE_INVENTORY, else inventory/lab)"
@@ -79,7 +77,8 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument(
             "-K", "--ask-become-pass", action="store_true", help="ask for the hosts' sudo password"
         )
-        _add_shared(one, "the run (default: the active one, else the last)", "as for ansible-playbook")
+        run = "the run (default of train: named by its settings; of watch: the active run, else the last)"
+        _add_shared(one, run, "a setting, as for ansible-playbook; may be given again")
         one.set_defaults(command=_start_and_follow, name=name, started=False)
     return top
 

@@ -85,7 +85,7 @@ PHRASES = {
     "docs/how-to/slow-link.md": (
         "sends {dense.payload_mb:.0f} MB per rank:",
         "the same sums with {exact.payload_mb:.0f} MB,",
-        "the same in bfloat16, {fast.payload_mb:.0f} MB.",
+        "the same sums, sent in bfloat16: {fast.payload_mb:.0f} MB.",
         "with 4,096 tokens per rank: {local.step_seconds:.1f} s a step",
         "one host alone takes {local.baseline_seconds:.1f} s for half the tokens,",
         "so {local.factor:.2f} times the tokens per second",

@@ -263,7 +263,7 @@ COMMANDS = {
     "sample": Command("generate text from a checkpoint", add_sample_arguments, sample),
     "eval": Command("evaluate a checkpoint", evaluation.add_arguments, evaluation.run),
     "chat": Command("chat with a model in the terminal", add_chat_arguments, chat),
-    "serve": Command("answer over HTTP, as the API of OpenAI does", add_serve_arguments, serve),
+    "serve": Command("serve a model over HTTP, with an API like OpenAI's", add_serve_arguments, serve),
     "export": Command(
         "write a checkpoint in the format of nanochat",
         interchange.add_export_arguments,

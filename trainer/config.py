@@ -72,7 +72,7 @@ class RunConfig:
     """
 
     depth: int = setting(8, "transformer layers; width, heads and rates follow from it")
-    aspect_ratio: int = setting(64, "width per layer: n_embd is depth * aspect_ratio in whole heads")
+    aspect_ratio: int = setting(64, "width per layer; depth * aspect_ratio is rounded up to whole heads")
     head_dim: int = setting(128, "width of one attention head, even")
     n_kv_head: int = setting(0, "key/value heads, a divisor of the number of heads; 0: as many as heads")
     sequence_len: int = setting(1024, "tokens of context, T")
@@ -81,21 +81,23 @@ class RunConfig:
     recompute: str = setting("none", "layers: backward computes each layer again, for less memory", RUNTIME)
     total_batch_size: int = setting(4096, "tokens of a step over all ranks; 0 or auto: by the model's size")
     num_iterations: int = setting(
-        5000, "steps of the run; 0: from target_flops, else target_param_data_ratio; sft: an epoch", HORIZON
+        5000,
+        "steps of the run; 0: from target_flops, else target_param_data_ratio; with stage sft 0: one epoch",
+        HORIZON,
     )
     target_flops: float = setting(0.0, "floating-point operations of the whole run; 0: not set", HORIZON)
     target_param_data_ratio: float = setting(
-        12.0, "tokens per scaling parameter, if no other horizon is set", HORIZON
+        12.0, "tokens per scaling parameter, if neither num_iterations nor target_flops is set", HORIZON
     )
     unembedding_lr: float = setting(0.008, "AdamW rate of lm_head")
     embedding_lr: float = setting(0.3, "AdamW rate of wte; value embeddings take half of it")
-    matrix_lr: float = setting(0.02, "Muon rate of the matrices in the blocks")
+    matrix_lr: float = setting(0.02, "Muon rate of the matrices in the transformer layers")
     scalar_lr: float = setting(0.5, "AdamW rate of the per-layer scalars")
-    weight_decay: float = setting(0.28, "Muon's cautious decay before scaling")
-    init_lr_frac: float = setting(1.0, "factor of all rates; 0.8 with stage sft")
-    warmup_steps: int = setting(40, "steps of linear warm-up")
-    warmdown_ratio: float = setting(0.65, "fraction of the run over which rates fall")
-    final_lr_frac: float = setting(0.05, "fraction of the rates at the end")
+    weight_decay: float = setting(0.28, "cautious weight decay of Muon, before scaling; with stage sft 0")
+    init_lr_frac: float = setting(1.0, "factor of all rates; with stage sft 0.8")
+    warmup_steps: int = setting(40, "steps of linear warm-up; with stage sft 0")
+    warmdown_ratio: float = setting(0.65, "fraction of the run over which rates fall; with stage sft 0.5")
+    final_lr_frac: float = setting(0.05, "fraction of the rates at the end; with stage sft 0")
     stage: str = setting("base", "base, or sft: train the model of a checkpoint further on conversations")
     parent: str = setting("", "with stage sft, RUN_ID/step_NNNNNN/SHA256 of the checkpoint it begins with")
     eval_every: int = setting(250, "steps between evaluations; 0: only at the end", RUNTIME)
@@ -107,15 +109,22 @@ class RunConfig:
     save_minutes: float = setting(
         30.0, "minutes between checkpoints; 0: by save_every only, and at the end", RUNTIME
     )
-    keep_checkpoints: int = setting(2, "newest checkpoints to keep, besides the best one", RUNTIME)
+    keep_checkpoints: int = setting(2, "number of newest checkpoints to keep, besides the best one", RUNTIME)
     checkpoint_copies: int = setting(
-        2, "hosts that keep each checkpoint: the coordinator and the next ones; 1: only it", RUNTIME
+        2,
+        "hosts that keep each checkpoint: the coordinator and the next ones; 1: only the coordinator",
+        RUNTIME,
     )
     seed: int = setting(42, "seed of the weights and of the order of the rows")
     device: str = setting(
-        "auto", f"where the ranks compute: {' or '.join(DEVICES)} (auto: cuda if all have one)", RUNTIME
+        "auto",
+        f"where the ranks compute: {' or '.join(DEVICES)} (auto: cuda if every rank has a GPU)",
+        RUNTIME,
     )
-    dtype: str = setting("auto", f"number format of GEMMs: {' or '.join(DTYPES)} (auto: the faster one)")
+    dtype: str = setting(
+        "auto",
+        f"number format of GEMMs: {' or '.join(DTYPES)} (auto: float32 or bfloat16, the faster on each host)",
+    )
     threads: int = setting(0, "threads of a rank; 0 or auto: OMP_NUM_THREADS, else measured", RUNTIME)
     sync: str = setting(
         "dense",
@@ -154,14 +163,14 @@ class RunConfig:
     min_hosts: int = setting(1, "with elastic, the least number of hosts; with fewer the run waits", RUNTIME)
     coordinator_failover: str = setting(
         "auto",
-        "with elastic, whether the hosts elect another coordinator when it is lost; auto: with three or more "
-        "hosts; true: also with two, of which the one that is left continues alone",
+        "with elastic, whether the hosts elect another coordinator when theirs is lost; auto: with three or "
+        "more hosts; true: also with two, of which the remaining one continues alone",
         RUNTIME,
     )
     snapshot_seconds: float = setting(
         0.0,
-        "with elastic, seconds between copies of the state; 0 or auto: as often as that costs little, at "
-        "least once a minute",
+        "with elastic, seconds between copies of the state; 0 or auto: 2 to 60 by their cost, longer if a "
+        "copy takes more than 20 s to arrive",
         RUNTIME,
     )
     tracker: str = setting("mlflow", f"tracker besides metrics.jsonl: {' or '.join(TRACKERS)}", RUNTIME)

@@ -53,6 +53,6 @@ def download(wanted: list[str], folder: Path, python_version: str, machine: str,
         raise ValueError(
             f"{missing} has no wheel for Python {python_version} on {machine} in pip's indexes{looked}. "
             "Use hosts whose Python has one, or give pip (or runtime_torch_index) an index that holds it; "
-            "if there is no network here, bring a wheelhouse made elsewhere (roles/runtime/README.md)."
+            "if there is no network here, copy a wheelhouse that was made elsewhere (docs/how-to/offline.md)."
         )
     raise ValueError(f"pip could not fetch {', '.join(wanted)}: {last.removeprefix('ERROR: ')}")

@@ -187,8 +187,8 @@ class Wheelhouse:
             kind += f" -e wheelhouse_machine={self.p['architecture']} -e runtime_torch={self.p['torch']}"
             raise ValueError(
                 f"{self.dest} lacks {lacks}, and wheelhouse_offline forbids downloads. On a machine with a "
-                f"network, in the same checkout, type: ansible-playbook wheelhouse.yml {kind}  Then copy its "
-                "folder .wheelhouse to this controller."
+                f"network, in a checkout of the same commit, type: ansible-playbook wheelhouse.yml {kind}  "
+                "Then copy its folder .wheelhouse to this controller."
             )
         wanted = [f"{name}=={self.wanted[name]}" for name in sorted(names)]
         indexes = [""]

@@ -45,11 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="the output of prepare (default: random rows)"
     )
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keeps bench.json and the log's files")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for bench.json and the log files")
     parser.add_argument(
         "--run-file", type=Path, metavar="FILE", help="run.json; its num_iterations are measured"
     )
-    parser.add_argument("--shares", default="", metavar="N,N", help="rows of a step by rank")
+    parser.add_argument(
+        "--shares",
+        default="",
+        metavar="N,N",
+        help="rows of each rank; auto: by measured speed (default: equal)",
+    )
     parser.add_argument(
         "--ddp",
         action="store_true",

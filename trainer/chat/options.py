@@ -14,7 +14,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options --checkpoint, --run-dir, --dtype and --threads to `parser`."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--checkpoint", type=Path, metavar="DIR", help="a step_NNNNNN directory")
-    which.add_argument("--run-dir", type=Path, metavar="DIR", help="a run: its newest checkpoint")
+    which.add_argument("--run-dir", type=Path, metavar="DIR", help="a run, for its newest checkpoint")
     parser.add_argument(
         "--dtype",
         choices=FORMATS,
@@ -22,7 +22,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="format of the weights; auto: the faster of float32 and bfloat16",
     )
     parser.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="threads of torch (0: its own choice)"
+        "--threads", type=int, default=0, metavar="N", help="threads of torch (0: as the CPU quota allows)"
     )
 
 
@@ -56,9 +56,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--follow", action="store_true", help="with --run-dir: load each new checkpoint of the run"
     )
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDR", help="address (%(default)s)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDR", help="address to listen on (%(default)s)"
+    )
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="TCP port (%(default)s)")
-    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the key of clients")
+    parser.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="file with the key that clients must send"
+    )
     parser.add_argument(
         "--queue", type=int, default=64, metavar="N", help="requests that wait at most (%(default)s)"
     )

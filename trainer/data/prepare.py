@@ -95,7 +95,7 @@ def _add_shards(shards: argparse._ArgumentGroup) -> None:
         help=f"download shards from URL/shard_00000.parquet, ...; or a data set's name: {', '.join(PUBLIC)}",
     )
     shards.add_argument(
-        "--count", type=int, metavar="N", help="number of shards to download, with the validation shard"
+        "--count", type=int, metavar="N", help="number of shards to download, the validation shard included"
     )
     shards.add_argument(
         "--val-shard",

@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand `eval` to `parser`."""
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="a step_NNNNNN directory")
-    add("--data-dir", type=Path, metavar="DIR", help="the output of prepare, for --bpb")
-    add("--bpb", action="store_true", help="bits per byte of the validation split")
+    add("--data-dir", type=Path, metavar="DIR", help="the output of prepare, for bits per byte and CORE")
+    add("--bpb", action="store_true", help="compute bits per byte on the validation split")
     add("--eval-tokens", type=int, default=0, metavar="N", help="validation tokens (default: as in the run)")
-    add("--core", type=Path, metavar="BUNDLE", help="the CORE metric, of the tasks in this folder")
+    add("--core", type=Path, metavar="BUNDLE", help="evaluate CORE on the tasks in this folder")
     add("--core-max-per-task", type=int, default=0, metavar="N", help="items of a task at most; 0: all")
     add(
         "--core-url",
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="questions; may be repeated",
+        help="a file of questions; may be given again",
     )
     add("--chat-samples", type=int, default=1, metavar="N", help="answers to a question (%(default)s)")
     add(
@@ -54,11 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="0: no sampling (%(default)s)",
     )
-    add("--chat-max-tokens", type=int, default=256, metavar="N", help="tokens of an answer (%(default)s)")
-    add("--sample", action="store_true", help="a sample of text")
+    add(
+        "--chat-max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens of an answer at most (%(default)s)",
+    )
+    add("--sample", action="store_true", help="generate a sample of text")
     add("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one (%(default)s)")
-    add("--out", type=Path, metavar="DIR", help="keeps eval.json and the results of finished CORE tasks")
-    add("--run-dir", type=Path, metavar="DIR", help="write how it ended to outcome.json there, as train does")
+    add("--out", type=Path, metavar="DIR", help="folder for eval.json and the results of CORE tasks")
+    add("--run-dir", type=Path, metavar="DIR", help="write outcome.json there at the end, as train does")
     add("--json", action="store_true", help="log one JSON object per line")
 
 

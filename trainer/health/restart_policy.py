@@ -137,15 +137,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--first-must-step", action="store_true", help="give up if the first attempt made no step"
     )
     parser.add_argument(
-        "--wait", action="store_true", help="sleep before the next attempt; set `settled` if none follows"
+        "--wait",
+        action="store_true",
+        help="sleep before the next attempt; if none follows, set `settled` in outcome.json",
     )
     parser.add_argument(
         "--at",
         choices=("restart", "boot", "end", "killed"),
         default="restart",
-        help="boot: for a host that has just booted, whose shutdown is no reason to end the run; end: "
-        "whether a run whose attempt has just ended is started again at a boot; killed: the same if the "
-        "main process of the unit was killed, so that systemd has ended the ranks (%(default)s)",
+        help="when it decides. restart: before an attempt; boot: when the host has booted (a shutdown did "
+        "not end the run); end: after an attempt, for the next boot; killed: after a process of the unit was "
+        "killed, as for boot (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
