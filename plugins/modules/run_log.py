@@ -92,19 +92,24 @@ def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
 
     params: options of the module, of which run_id, since and cursor are used. If params has a cursor, all
     lines after it are read. Else the newest lines are read, `count` at most; if `since` is set, only those
-    after that time. The cursor in the result is that of the last line; if no line was found, that of params.
-    Raises ValueError if journalctl refuses `since`.
+    after that time. The lines of the result are in the order of the journal. The cursor in the result is
+    that of the last line; if no line was found or journalctl fails, that of params. Raises ValueError if
+    journalctl refuses `since`.
     """
     command = ["journalctl", "--quiet", "--no-pager", "--output=json", "--output-fields=MESSAGE"]
     command += ["--unit=" + unit_name(PREFIX + params["run_id"])]
     if own_scope() == "user":  # journalctl shows the lines of both
         command += ["--user-unit=" + unit_name(PREFIX + params["run_id"])]
-    command += ["--after-cursor=" + params["cursor"]] if params["cursor"] else ["--lines=" + str(count)]
+    # Before systemd 254, --lines with --since and without --reverse selects the oldest lines.
+    newest = ["--reverse", f"--lines={count}"]
+    command += ["--after-cursor=" + params["cursor"]] if params["cursor"] else newest
     command += ["--since=" + params["since"]] if params["since"] and not params["cursor"] else []
     code, out, err = run(command)
     if code and params["since"] and "parse" in err.lower():
         raise ValueError(err)
     entries = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    if not params["cursor"]:
+        entries.reverse()
     lines: list[Entry] = [
         (message(entry.get("MESSAGE")), int(entry["__REALTIME_TIMESTAMP"]) / 1e6)
         for entry in entries

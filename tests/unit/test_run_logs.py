@@ -19,10 +19,15 @@ from run_states import ROOT, state
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A journalctl that prints a file, and a systemctl that knows no unit."""
+    """A journalctl that selects lines of a file as systemd 252 does; a systemctl that knows no unit."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "journalctl").write_text(f"#!/bin/sh\necho $* > {tmp_path}/asked\ncat {tmp_path}/journal\n")
+    (tools / "journalctl").write_text(
+        f"#!/bin/sh\necho $* > {tmp_path}/asked\n"
+        "lines=$(echo $* | sed -n 's/.*--lines=\\([0-9]*\\).*/\\1/p')\n"
+        f'case "$*" in\n*--reverse*) tac {tmp_path}/journal | head -n $lines ;;\n'
+        f"*--since*) head -n $lines {tmp_path}/journal ;;\n*) cat {tmp_path}/journal ;;\nesac\n"
+    )
     (tools / "systemctl").write_text("#!/bin/sh\necho ActiveState=inactive\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
@@ -53,6 +58,15 @@ def test_the_journal_is_read_with_times_and_ranks(journal: Path, monkeypatch: py
     assert read["error"][0]["text"] == "final: no rows", "of the last attempt, not of one before"
     assert "--unit=nanofleet-a.service" in (journal / "asked").read_text()
     assert "--since=-1h" in (journal / "asked").read_text()
+
+
+def test_since_a_time_the_newest_lines_are_read(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before systemd 254, journalctl --since --lines prints the oldest lines."""
+    monkeypatch.setattr(run_log, "SEARCHED", 2)
+    (journal / "journal").write_text(entries("a", "b", "c", "d"))
+    read = call(run_log, monkeypatch, run_id="a", run_dir=str(journal), since="-1h", lines=2)
+    assert [line["text"] for line in read["lines"]] == ["c", "d"]
+    assert read["cursor"] == "c4"
 
 
 TORCHRUN = """E1121 16:19:04 api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 7)
