@@ -1,6 +1,6 @@
 """The hosts of a lab on which a run trains, and events on these hosts, such as a power cut.
 
-    lab = Lab("NAME", 3, Path("data"), "first")      # the run `first` trains there
+    lab = Lab("NAME", 3, Path("data"), "first")      # of a lab that is set up, where the run `first` trains
     planted, fixed = events(lab, 3)[0].happen(lab)   # the rank of host 3 is killed
     lab.wait(lambda: len(lab.after(fixed)) > 1, "the next steps")
 
@@ -30,10 +30,11 @@ RANK = "pgrep -u nanofleet -f -- '-u -m trainer train'"
 
 @dataclass
 class Lab:
-    """The hosts of a lab, their run, and what the run has written to metrics.jsonl so far.
+    """A lab that is set up, a run on its hosts, and what the run has written to metrics.jsonl so far.
 
-    name: the name of the lab. hosts: the number of its hosts, which are numbered from 1. data_dir: the data
-    directory on this machine. run_id: the name of the run.
+    The constructor starts nothing: `play("train.yml", run_id=..., data_dir=...)` starts the run. name: the
+    name of the lab. hosts: the number of its hosts, which are numbered from 1. data_dir: the data directory
+    on this machine. run_id: the name of the run; it may be set later.
     """
 
     name: str

@@ -141,7 +141,7 @@ def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
         elif disk["inodes_free"] is not None and disk["inodes_free"] < MIN_INODES:
             problem = (
                 f"The disk at {what} has room for only {disk['inodes_free']} more files: its inodes are "
-                "used up."
+                "almost used up."
             )
             listed = f"sudo du -x --inodes --max-depth=2 {mount} | sort -n | tail  (on {host})"
             yield finding(

@@ -359,9 +359,9 @@ class Path:
                 f"address of {host}. A firewall rule on {peer} that allows {own} does not match them."
             )
             remedy = (
-                f"set fleet_interface of {host} in the inventory to the interface that follows dev in the "
-                "output of this command, or fleet_address to the address that follows src: ip route get "
-                f"{address}  (on {host}); then: ansible-playbook setup.yml. If the address that follows src "
+                f"type ip route get {address}  (on {host}); in the inventory, set fleet_interface of {host} "
+                "to the interface that follows dev in its output, or fleet_address to the address that "
+                "follows src; then: ansible-playbook setup.yml. If the address that follows src "
                 f"is {own}, a router translates addresses (NAT): connect both to one network"
             )
             yield finding("NF533", host, problem, remedy, peer, "warning")

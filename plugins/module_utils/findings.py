@@ -52,9 +52,10 @@ def doctor_finding(
 
 
 def unlike_most(values: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """The hosts whose value differs from that of most hosts, as tuples (host, its value, the value of most).
+    """The hosts without the most frequent value, as tuples (host, its value, the most frequent value).
 
-    values: host -> value.
+    values: {host: value}. Of equally frequent values the first in `values` counts: of two hosts that differ,
+    the result has the second one.
     """
     usual = mode(values.values()) if values else ""
     return [(host, value, usual) for host, value in values.items() if value != usual]

@@ -258,7 +258,7 @@ def _nothing(host: str, found: Found, from_checkpoint: str, sandboxed: bool) -> 
             "this folder."
         )
         readable = _imported(host, from_checkpoint, found["state_dir"])
-        if not (sandboxed and _is_hidden(from_checkpoint)):
+        if not sandboxed:
             readable = (
                 f"let the service user read it: sudo chmod -R a+rX {from_checkpoint}  (on {host}), then "
                 "repeat the command"

@@ -45,8 +45,9 @@ def rules(
     is_coordinator: bool,
     controllers: Sequence[str] = (),
 ) -> list[dict[str, str]]:
-    """The connections that the firewall of a host has to admit: [{"source", "port"}]. All others stay closed.
+    """The connections that the firewall of a host has to admit, as dicts {"source", "port"}.
 
+    port: a port or LOW:HIGH, as text. Controllers that are peers, or at a loopback address, are left out.
     peers: the addresses of the other hosts. ports: the port range of a run as "LOW:HIGH". store_port,
     tracker_port: the ports of the rendezvous store and of the tracker. is_coordinator: whether the host is
     the coordinator, which also admits the peers to the rendezvous store and to the tracker, and `controllers`

@@ -95,7 +95,11 @@ def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping
                 "SSH connects to this host, but the commands that examine it print nothing: the shell of the "
                 "user does not run them."
             )
-            fix = f"connect by hand to see why: {ssh_target(host, hostvars[host])['ssh']}"
+            ssh = ssh_target(host, hostvars[host])["ssh"]
+            fix = (
+                f"type: {ssh} uname  (it prints Linux if commands work); correct the login shell of this "
+                f"user (getent passwd USER, on {host}) and the files that the shell reads, such as .bashrc"
+            )
             findings.append(finding("NF115", host, problem, fix))
             continue
         findings += system_findings(host, facts, limits)

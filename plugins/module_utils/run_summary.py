@@ -46,9 +46,9 @@ def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
 
 
 def unreachable(state: State | None) -> bool:
-    """Whether a host did not answer when its state was read.
+    """Whether the state of a host could not be read: the host did not answer, or the task failed there.
 
-    state: the result of run_state; None if there is no result.
+    state: the result of run_state; None if there is no result, which counts as not read.
     """
     return not state or bool(state.get("unreachable")) or "unit" not in state
 

@@ -158,7 +158,7 @@ def test_a_fix_can_be_typed() -> None:
         (found(checkpoint(20), one), "", "first/step_000010", "-e from_checkpoint=first/step_000040"),
         (found(tuned=[begun]), "chat", "", f"dest={RUNS}/first/checkpoints/"),
         (found(run="", known=False), "", "/home/me/step_000040/", "-e from_checkpoint=/var/lib/nanofleet/"),
-        (found(run="", known=False), "", "/srv/step_000040", "sudo chmod -R a+rX /srv/step_000040  (on"),
+        (found(run="", known=False), "", "/srv/step_000040", "sudo cp -r /srv/step_000040 /var/lib/"),
     ):
         with pytest.raises(FineTuningRefusedError) as error:
             decided(found_there, GIVEN, run_id, asked)

@@ -146,7 +146,7 @@ def test_a_user_without_sudo_is_not_sent_to_the_option_of_passwords_alone(printe
 def test_a_shell_that_runs_no_command_is_named() -> None:
     [found] = reported("This account is currently not available.\n", "")
     assert found["code"] == "NF115"
-    assert found["remedy"].startswith("connect by hand to see why: ssh ")
+    assert found["remedy"].startswith("type: ssh ")
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ class Inputs:
     """The data and measurements of this host that a setup passes to the next setup in the same process.
 
     To read the data again would take 0.7 s per GB, and longer from a disk, because its sha256 is verified.
-    data, core, options: attributes of RunSetup.
+    The fields are attributes of RunSetup. data: rows and tokenizer. core: the CORE bundle; None if CORE is
+    not evaluated. options: the devices on which this rank can compute.
     """
 
     data: Dataset

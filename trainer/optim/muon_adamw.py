@@ -276,9 +276,10 @@ class MuonAdamW:
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]], assign: bool = False) -> None:
         """Replace the whole optimizer state by a copy of `state_dict`, which has the form of `state_dict()`.
 
-        Any number of ranks may have saved `state_dict`. The state of a parameter that is missing in it starts
-        from zero: an owner rank needs only the state of its own matrices. For a parameter that is sharded by
-        rows, `state_dict` has the state of this rank's own rows. assign: use its tensors instead of copies.
+        The number of ranks may differ from that of the ranks that trained. The state of a parameter that is
+        missing in `state_dict` starts from zero: an owner rank needs only the state of its own matrices. For
+        a parameter that is sharded by rows, `state_dict` has the state of this rank's own rows. assign: use
+        its tensors instead of copies.
         Raises ValueError if `state_dict` has a parameter or a shape that this model does not have.
         """
         loaded: dict[Parameter, ParameterState] = {}
