@@ -372,3 +372,15 @@ def test_a_store_of_the_past_and_an_absent_rank_are_distinguished() -> None:
         check_consistency(store, Record(0, "tower", "", {}, {}), 2, arrival_seconds=1)
     assert time.monotonic() - began < 60
     del server
+
+
+def test_a_step_that_is_computed_again_with_the_same_values_names_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that differed has left the run in the meantime."""
+    model = GPT(GPTConfig.from_depth(1, 300, 32, aspect_ratio=32, head_dim=32))
+    model.init_weights()
+    what_differs([0, 1], model, tmp_path)
+    group = OddGroup([0, 0], 0)
+    monkeypatch.setattr(group, "gather_bytes", lambda raw: [raw, raw])
+    assert ParameterCheck(group, model, tmp_path)(50).endswith("The one that differed is gone.")

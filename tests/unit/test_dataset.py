@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import dataset_findings as filters
+from ansible_collections.nanofleet.fleet.plugins.module_utils import file_digests
 from ansible_collections.nanofleet.fleet.plugins.module_utils import shard_digests as module
-from ansible_collections.nanofleet.fleet.plugins.module_utils.file_digests import folder_digest
+from ansible_collections.nanofleet.fleet.plugins.module_utils.file_digests import Digests, folder_digest
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "dataset"
 
@@ -158,3 +160,21 @@ def test_copies_of_a_folder_have_one_digest_and_links_are_refused(tmp_path: Path
     (tmp_path / "a" / "link").symlink_to("/etc/passwd")
     with pytest.raises(ValueError, match=r"link is a link\. Replace it"):
         folder_digest(tmp_path / "a")
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_digests_that_cannot_be_stored_are_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    codes = [code, errno.ENOSPC]
+
+    def fails(*_: object) -> None:
+        raise OSError(codes.pop(0), "refused")
+
+    monkeypatch.setattr(file_digests, "write_whole", fails)
+    (tmp_path / "shard").write_text("text")
+    digests = Digests(tmp_path / ".verified.json")
+    assert len(digests.sha256("shard", tmp_path / "shard")) == 64
+    digests.save()
+    with pytest.raises(OSError, match="refused"):
+        digests.save()

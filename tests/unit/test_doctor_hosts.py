@@ -156,6 +156,8 @@ def test_another_trainer_on_all_hosts_is_one_finding() -> None:
     for of_host in measured.values():
         of_host["installed"]["trainer"] = "d0"
     assert only(measured)["host"] == "tower, laptop"
+    measured["laptop"]["installed"]["trainer"] = "d9"
+    assert (only(measured)["code"], only(measured)["host"]) == ("NF510", "tower, laptop")
 
 
 def test_a_failed_rehearsal_is_reported_with_its_error() -> None:

@@ -146,6 +146,11 @@ def test_the_largest_packet_that_arrives_is_found(
     assert (found["swallowed"], found["passes"]) == (True, 1420)
 
 
+def test_a_path_whose_smallest_packets_are_lost_has_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing.PeerPath, "packet_passes", lambda *_: (576, False, 576))
+    assert path().path_mtu(1) == {"sent": 576, "passes": 0, "swallowed": True}
+
+
 def test_a_probe_returns_ports_round_trip_and_mtu(served: tuple[Any, int]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
