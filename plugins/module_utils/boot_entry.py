@@ -6,6 +6,11 @@ Their paths depend on the scope, which names the systemd that runs the transient
     system   /etc/nanofleet/NAME.sh and nanofleet@NAME.service of the system's systemd, owned by root
     user     ~/.config/nanofleet/NAME.sh and nanofleet@NAME.service of the user's own systemd
 
+Beside them the drop-in nanofleet-NAME.service.d/boot_entry.conf holds the commands that root runs for the
+transient unit, which include the script when the unit has ended. systemd 252 (Debian 12) forgets such
+commands at the next daemon-reload if systemd-run defines them: it writes ExecStopPostEx= into the unit, and
+does not know this setting when it reads the unit.
+
 A unit that leaves its run while the host sleeps also has nanofleet.sleep@NAME.service, in the scope `system`
 only: systemd stops the unit before the host sleeps, and starts it again when the host has woken.
 
@@ -45,6 +50,11 @@ ExecStart=/bin/sh {folder}/%i.sh
 [Install]
 WantedBy={target}
 """
+DROP_IN = """\
+# Written by nanofleet at the start of the run, removed with it.
+[Service]
+{commands}
+"""
 SLEEP_TEMPLATE = "nanofleet.sleep@.service"
 SLEEP_UNIT = """\
 # Written by nanofleet at the start of an elastic run, removed with the last one.
@@ -78,7 +88,7 @@ case $?-$event in
   0-end|0-killed) exit 0 ;;
   1-*)
     {disable}; {disable_sleep} 2>/dev/null
-    rm -rf {allowed}; rm -f {script}; rmdir {folder} 2>/dev/null && rm -f {templates}; exit 0 ;;
+    rm -rf {allowed} {drop_in}; rm -f {script}; rmdir {folder} 2>/dev/null && rm -f {templates}; exit 0 ;;
   *) exit 1 ;;
 esac
 """
@@ -95,6 +105,11 @@ def _folders(scope: str) -> tuple[str, str]:
 def _allowed(name: str) -> str:
     """The folder in which systemd keeps the addresses that allow_addresses has added to a unit."""
     return f"/run/systemd/system.control/{PREFIX}{run_of_unit(name)}.service.d"
+
+
+def _drop_in(name: str, scope: str) -> str:
+    """The folder of the drop-in of the transient unit `name`."""
+    return f"{_folders(scope)[1]}/{PREFIX}{run_of_unit(name)}.service.d"
 
 
 def instance(name: str, template: str = TEMPLATE) -> str:
@@ -139,32 +154,36 @@ def script(name: str, start: Sequence[str], condition: Sequence[str], user: str,
         disable=systemctl("disable", instance(name)),
         disable_sleep=systemctl("disable", instance(name, SLEEP_TEMPLATE)),
         allowed=shlex.quote(_allowed(name)),
+        drop_in=shlex.quote(_drop_in(name, scope)),
         script=shlex.quote(f"{folder}/{run_of_unit(name)}.sh"),
         folder=shlex.quote(folder),
         templates=shlex.join([f"{units}/{TEMPLATE}", f"{units}/{SLEEP_TEMPLATE}"]),
     )
 
 
-def stop_command(name: str, scope: str) -> str:
-    """The value of ExecStopPost= of the transient unit `name`, which runs the script of its boot entry.
-
-    The argument of the script is `end`. scope: system or user.
-    """
-    script = shlex.quote(f"{_folders(scope)[0]}/{run_of_unit(name)}.sh")
-    return f"+-/bin/sh {script} end"  # as root in the system's systemd; the unit does not fail if this does
-
-
 def write(
-    name: str, start: Sequence[str], condition: Sequence[str], user: str, scope: str, sleeps: bool = False
+    name: str,
+    start: Sequence[str],
+    condition: Sequence[str],
+    user: str,
+    scope: str,
+    sleeps: bool = False,
+    commands: Sequence[str] = (),
 ) -> None:
     """Write and enable the boot entry of the transient unit `name`.
 
     start, condition, user, scope: as for `script`. sleeps: whether the unit leaves its run while the host
-    sleeps. Raises OSError if a file cannot be written, and RuntimeError if systemctl cannot enable the entry.
+    sleeps. commands: NAME=VALUE of further settings of the unit, such as ExecStartPost=+PROGRAM. Raises
+    OSError if a file cannot be written, and RuntimeError if systemctl cannot enable the entry.
     """
     folder, units = _folders(scope)
     target = "multi-user.target" if scope == "system" else "default.target"
-    write_whole(f"{folder}/{run_of_unit(name)}.sh", script(name, start, condition, user, scope), 0o700)
+    path = f"{folder}/{run_of_unit(name)}.sh"
+    write_whole(path, script(name, start, condition, user, scope), 0o700)
+    # + for root; - because a script that fails, or is gone, is no failure of the unit.
+    settings = [*commands, f"ExecStopPost=+-/bin/sh {shlex.quote(path)} end"]
+    text = "\n".join(settings).replace("%", "%%")
+    write_whole(f"{_drop_in(name, scope)}/boot_entry.conf", DROP_IN.format(commands=text))
     write_whole(f"{units}/{TEMPLATE}", UNIT.format(folder=folder, target=target))
     enabled = [instance(name)]
     if sleeps and scope == "system":
@@ -206,6 +225,7 @@ def remove(name: str, scope: str) -> None:
     if os.path.exists(f"{units}/{SLEEP_TEMPLATE}"):
         run([*control, "disable", instance(name, SLEEP_TEMPLATE)])
     os.unlink(f"{folder}/{run_of_unit(name)}.sh")
+    shutil.rmtree(_drop_in(name, scope), ignore_errors=True)
     if scope == "system":
         shutil.rmtree(_allowed(name), ignore_errors=True)
     if not os.listdir(folder):

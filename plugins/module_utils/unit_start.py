@@ -43,6 +43,15 @@ def assignments(properties: Mapping[str, Any]) -> list[str]:
     return made
 
 
+def root_commands(params: Mapping[str, Any]) -> dict[str, str]:
+    """The properties that the boot entry of a unit keeps: {name: command with the prefix +}.
+
+    params: as for command_line. {} for a unit without a boot entry. See boot_entry.py for the reason.
+    """
+    given = params["properties"].items() if params["boot_condition"] else ()
+    return {name: value for name, value in given if str(value).startswith("+")}
+
+
 def command_line(params: Mapping[str, Any]) -> list[str]:
     """The systemd-run command line of a unit, as a list of arguments.
 
@@ -56,9 +65,8 @@ def command_line(params: Mapping[str, Any]) -> list[str]:
     properties = dict(params["properties"])
     if params["user"]:
         properties["User"] = params["user"]
-    given = {name: value for name, value in properties.items() if not (user and name in NEED_ROOT)}
-    if params["boot_condition"]:
-        given["ExecStopPost"] = boot_entry.stop_command(params["name"], params["scope"])
+    kept = root_commands(params).keys() | (NEED_ROOT if user else set())
+    given = {name: value for name, value in properties.items() if name not in kept}
     command += ["--property=" + item for item in assignments(given)]
     command += [f"--setenv={name}={value}" for name, value in params["setenv"].items()]
     return [*command, "--", *(word.replace("$", "$$") for word in params["argv"])]
@@ -99,6 +107,7 @@ def start(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
             params["user"],
             params["scope"],
             params["leaves_at_sleep"],
+            assignments(root_commands(params)),
         )
     code, _out, err = run(command)
     after = read_unit(name, time.time(), params["scope"])

@@ -52,6 +52,8 @@ def test_check_mode_after_setup_changes_nothing(fleet: Fleet, dataset: Path) -> 
 def test_a_run_trains_on_both_hosts_and_its_loss_falls(fleet: Fleet) -> None:
     started = fleet.play("train.yml", run_id="e2e", steps=20, **TINY).results("Start the unit")
     assert {host: result["changed"] for host, result in started.items()} == dict.fromkeys(HOSTS, True)
+    for host in HOSTS:
+        fleet.on(host, "systemctl daemon-reload")  # as setup.yml or apt does beside a run
     fleet.play("playbooks/watch.yml", run_id="e2e")
     steps = metrics(fleet, "e2e")
     assert [entry["step"] for entry in steps] == list(range(1, 21))
@@ -70,6 +72,9 @@ def test_status_shows_both_hosts(fleet: Fleet) -> None:
     for host in HOSTS:
         assert re.search(rf"^ *{host} +inactive +\d +done +20/20 ", status.stdout, re.MULTILINE), (
             status.stdout
+        )
+        assert fleet.on(host, "ls /etc/nanofleet 2>/dev/null || true") == "", (
+            "the unit removed its boot entry"
         )
     assert "Outcome: finished: All 20 steps done" in " ".join(status.stdout.split())
 
@@ -248,6 +253,7 @@ def test_hosts_that_boot_return_to_their_run(fleet: Fleet) -> None:
     for host in HOSTS:
         left = "ls -d /etc/nanofleet /etc/systemd/system/nanofleet@* 2>/dev/null || true"
         assert fleet.on(host, left) == ""
+        assert fleet.on(host, "ls /etc/systemd/system | grep boots || true") == ""
     fleet.on(HOSTS[0], f"rm -r {RUN}/boots")
 
 

@@ -46,6 +46,7 @@ def test_a_run_returns_after_a_boot_until_it_is_stopped(
     wanted: dict[str, Any] = {
         "name": "nanofleet-a", "argv": ["/bin/echo", "it's $HOME"], "user": "nanofleet",
         "boot_condition": ["/venv/python", "-m", "trainer", "again"],
+        "properties": {"ExecStartPost": '+-/bin/sh "/50% here/hold"', "ExecCondition": "/bin/true"},
     }  # fmt: skip
     (systemd / "units").mkdir()
     started = call(transient_unit, monkeypatch, **wanted)
@@ -54,7 +55,13 @@ def test_a_run_returns_after_a_boot_until_it_is_stopped(
     assert f"ExecStart=/bin/sh {systemd}/etc/%i.sh" in template.read_text()
     assert called(systemd, "systemctl enable") == ["systemctl enable nanofleet@a.service"]
     assert 'runuser -u nanofleet -- /venv/python -m trainer again "$event"\n' in script.read_text()
-    assert f"ExecStopPost=+-/bin/sh {script} end" in " ".join(started["command"])
+    drop_in = systemd / "units" / "nanofleet-a.service.d" / "boot_entry.conf"
+    assert drop_in.read_text().splitlines()[1:] == [
+        "[Service]", 'ExecStartPost=+-/bin/sh "/50%% here/hold"', f"ExecStopPost=+-/bin/sh {script} end"
+    ]  # fmt: skip
+    typed = " ".join(started["command"])
+    assert "=+" not in typed, "systemd 252 forgets it at the next daemon-reload"
+    assert "--property=ExecCondition=/bin/true" in typed
     assert boot_entry.entries("system") == ["nanofleet-a.service"]
 
     # The script types the command that the module has typed, and removes itself once the run is over.
@@ -85,6 +92,7 @@ def test_a_run_returns_after_a_boot_until_it_is_stopped(
     assert called(systemd, "systemctl disable")[0] == "systemctl disable nanofleet@a.service"
     assert not script.parent.exists()
     assert not template.exists()
+    assert not drop_in.parent.exists()
 
 
 def test_a_host_leaves_an_elastic_run_while_it_sleeps(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +139,7 @@ def test_whoever_ends_a_run_removes_its_return(systemd: Path, monkeypatch: pytes
     assert (systemd / "units" / "nanofleet@.service").exists(), "b returns"
     assert call(transient_unit, monkeypatch, name="nanofleet-b", state="absent")["changed"]
     assert not (systemd / "etc").exists()
+    assert not list((systemd / "units").iterdir())
 
 
 def test_an_active_unit_meets_a_new_host_now_and_after_a_boot(
