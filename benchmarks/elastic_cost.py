@@ -53,9 +53,10 @@ def mean_step(lab: Lab, settings: dict[str, object], steps: int) -> float:
 
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """{case: its time divided by that of elastic=false in the same round, for each round}.
+    """{case: list with one ratio per round}, for all cases except elastic=false.
 
-    seconds: {case: mean seconds of a step in each round}.
+    A ratio is the step time of the case divided by that of elastic=false in the same round, to 4 decimals.
+    seconds: {case: mean seconds of a step, one entry per round}.
     """
     return {
         case: [round(own / off, 4) for own, off in zip(seconds[case], seconds[OFF], strict=True)]

@@ -68,8 +68,9 @@ EXAMPLES = {
     "needs less of the network: ansible-playbook train.yml -e sync=local (docs/how-to/slow-link.md)",
     "needs": " A step of depth <depth> and <tokens> tokens is predicted to take <seconds> s with sync=exact "
     "(transfers: <seconds> s).",
-    "run_remove_save_first": "ansible-playbook stop.yml -e run_id=<run> (saves and stops it), then repeat "
-    "the command. Or, if what is not saved may be lost:",
+    "run_remove_save_first": "ansible-playbook stop.yml -e run_id=<run> (saves and stops it; if the host "
+    "serves another fleet, with -i and the inventory of that fleet), then repeat the command. Or, if what is "
+    "not saved may be lost:",
     "run_stop_leave_refusal": "<host> is the coordinator, and the run <run> does not continue without it. "
     "Fix: to end the run on all hosts: ansible-playbook stop.yml -e run_id=<run>",
     "clock_fix": "sudo timedatectl set-ntp true (on <host>; if NTP is not supported there: sudo apt install "

@@ -53,9 +53,9 @@ def connection_findings(
     """Findings about the connections that each host tried to each peer.
 
     measured: host -> its measurements (see doctor_measured). options: as for `path_findings`. explained:
-    hosts whose problem another finding reports; their connections are left out. Findings with the same code,
-    host and remedy become one finding that lists the other paths, because one firewall rule may block many
-    paths.
+    hosts whose problem another finding reports. Connections from and to them are left out, and those to peers
+    that did not answer. Findings with the same code, host and remedy become one finding that lists the other
+    paths, because one firewall rule may block many paths.
     """
     merged: dict[tuple[str, str, str], Finding] = {}
     others: dict[tuple[str, str, str], list[str]] = {}

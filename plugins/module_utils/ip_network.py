@@ -64,7 +64,8 @@ def reaches(networks: Iterable[Any], target: str) -> bool:
 def ask_ip(*words: str) -> tuple[list[dict[str, Any]], str]:
     """Run `ip -json` with these arguments, such as "address", "show". Returns (parsed output, error output).
 
-    The parsed output is a list of dicts; [] if `ip` prints no JSON.
+    The parsed output is a list of dicts. It is [] if `ip` prints no JSON, is missing or takes more than 5 s;
+    in the last two cases the error output is the reason.
     """
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     env = {**os.environ, "PATH": path, "LC_ALL": "C"}

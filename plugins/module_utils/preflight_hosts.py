@@ -92,13 +92,14 @@ def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping
             findings += former_findings(host, facts, limits.get("addresses") or {})
         if not facts.get("kernel"):
             problem = (
-                "SSH connects to this host, but the commands that examine it print nothing: the shell of the "
-                "user does not run them."
+                "SSH connects to this host, but the commands that examine it print nothing: the login shell "
+                "of the SSH user does not run them."
             )
             ssh = ssh_target(host, hostvars[host])["ssh"]
             fix = (
-                f"type: {ssh} uname  (it prints Linux if commands work); correct the login shell of this "
-                f"user (getent passwd USER, on {host}) and the files that the shell reads, such as .bashrc"
+                f"type: {ssh} uname  (it prints Linux if commands work); on {host}, at its console or as "
+                "another user, correct the login shell of the SSH user (the last field of: getent passwd "
+                "USER) and the files that the shell reads, such as .bashrc"
             )
             findings.append(finding("NF115", host, problem, fix))
             continue

@@ -54,7 +54,8 @@ def table(
 def screen(lines: Sequence[str]) -> str:
     """Lines as one text that Ansible's YAML output prints unchanged.
 
-    The text has no tabs, trailing blanks, emoji or control characters.
+    The text has no tabs, trailing blanks, blank lines at its end, control characters or characters from
+    U+FE00 on, such as most emoji.
     """
     kept = ("".join(c for c in line.expandtabs() if c.isprintable() and c < "\ufe00") for line in lines)
     return "\n".join(line.rstrip() for line in kept).rstrip()

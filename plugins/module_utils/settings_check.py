@@ -114,7 +114,8 @@ def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
     lower = {known.lower(): known for known in names}
     near = difflib.get_close_matches(RENAMED.get(name, name).lower(), list(lower), n=1)
     if not near:
-        fix = f"find the name of the setting in {SETTINGS_FILE}, then repeat the command with that name"
+        places = f"{SETTINGS_FILE} or docs/reference/settings.md"
+        fix = f"find the name of the setting in {places}, then repeat the command with that name"
         return finding("NF003", given, f"There is no setting {name}.", fix)
     nearest = lower[near[0]]
     problem = f"There is no setting {name}. Did you mean {nearest}?"

@@ -43,9 +43,10 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def markers_of(python_version: str, architecture: str) -> dict[str, str]:
-    """The marker environment (PEP 508) of a Linux host: the values with which pip decides on a requirement.
+    """The marker environment (PEP 508) of a Linux host, which decides whether a requirement applies there.
 
-    python_version: such as 3.11. architecture: such as x86_64.
+    python_version: such as 3.11; the full version is taken as 3.11.0. architecture: such as x86_64. The key
+    `extra` is missing; `holds` adds it.
     """
     return {
         "implementation_name": "cpython",

@@ -142,10 +142,11 @@ def _is_left_out(name: str) -> bool:
 
 
 def documents(file: SourceFile, limit: int) -> Iterator[str]:
-    """Yield the documents of `file`. limit: the most characters of a document; longer text is split.
+    """Yield the documents of `file`. limit: maximum characters of a document; longer text is split.
 
-    Raises SkippedFileError if the file is not text, cannot be read, or is a manual page and mandoc is not
-    installed. For a parquet file, raises DataError as `text_columns` does.
+    Raises SkippedFileError, perhaps after some documents, if the file is not text or cannot be read, or if it
+    is a manual page and mandoc is missing or fails. For a parquet file, raises DataError as `text_columns`
+    does.
     """
     if file.path.suffix == ".parquet":
         for batch in shard_texts(file.path):

@@ -432,7 +432,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def gflops(rate: float) -> str:
-    """A rate in FLOP/s as text, in GFLOP/s without the unit."""
+    """`rate` (FLOP/s) in GFLOP/s, as text without the unit: 1,234; below 10 with one decimal, such as 7.9."""
     return f"{rate / 1e9:,.0f}" if rate >= 1e10 else f"{rate / 1e9:.1f}"
 
 

@@ -20,9 +20,10 @@ TRANSFER_DTYPE = torch.bfloat16
 
 
 class Fast(Exact):
-    """Sends the same buckets and rows as Exact, rounded to bfloat16, except the values of embedding rows.
+    """Exact with transfers in bfloat16, except embedding rows and the gradients of small parameters.
 
-    Every rank steps lm_head with the rounded sums: sending the weights of lm_head would take twice the bytes.
+    Owner ranks broadcast the updates of matrices, not their weights. Of lm_head the summed gradients are
+    broadcast, and every rank takes its optimizer step with them: float32 weights would take twice the bytes.
     """
 
     row_dtype = TRANSFER_DTYPE
