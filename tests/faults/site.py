@@ -259,13 +259,14 @@ class Site:
         try:
             with self.awaits_line(run_id, *words, host=host, seconds=within) as awaited:
                 plant()
+            paused = self.step(run_id)  # steps after `step`, made before the fault was there, count as well
         finally:
             fix()
         if restarts:
             self.resumed(run_id, log)
         else:
             assert self.unit(COORDINATOR, run_id)["NRestarts"] == restarted
-        self.trains(run_id, beyond=step + 1, seconds=120)
+        self.trains(run_id, beyond=step + 1 if restarts else max(step + 1, paused), seconds=120)
         for each in (COORDINATOR, WORKER):
             self.pid(each, run_id)  # one, and no orphan beside it
         then = "resumed" if restarts else "continued"
