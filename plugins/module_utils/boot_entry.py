@@ -6,10 +6,10 @@ Their paths depend on the scope, which names the systemd that runs the transient
     system   /etc/nanofleet/NAME.sh and nanofleet@NAME.service of the system's systemd, owned by root
     user     ~/.config/nanofleet/NAME.sh and nanofleet@NAME.service of the user's own systemd
 
-Beside them the drop-in nanofleet-NAME.service.d/boot_entry.conf holds the commands that root runs for the
-transient unit, which include the script when the unit has ended. systemd 252 (Debian 12) forgets such
-commands at the next daemon-reload if systemd-run defines them: it writes ExecStopPostEx= into the unit, and
-does not know this setting when it reads the unit.
+The drop-in nanofleet-NAME.service.d/boot_entry.conf, in the folder of the unit files, holds the commands of
+the transient unit with the prefix `+`, which root runs in the scope `system`. One runs the script when
+the unit has ended. systemd 252 (Debian 12) loses such commands of a transient unit at a daemon-reload: it
+writes ExecStopPostEx= into the unit, and does not know this setting when it reads the unit.
 
 A unit that leaves its run while the host sleeps also has nanofleet.sleep@NAME.service, in the scope `system`
 only: systemd stops the unit before the host sleeps, and starts it again when the host has woken.
@@ -224,10 +224,10 @@ def remove(name: str, scope: str) -> None:
     run([*control, "disable", instance(name)])
     if os.path.exists(f"{units}/{SLEEP_TEMPLATE}"):
         run([*control, "disable", instance(name, SLEEP_TEMPLATE)])
-    os.unlink(f"{folder}/{run_of_unit(name)}.sh")
     shutil.rmtree(_drop_in(name, scope), ignore_errors=True)
     if scope == "system":
         shutil.rmtree(_allowed(name), ignore_errors=True)
+    os.unlink(f"{folder}/{run_of_unit(name)}.sh")  # last: without the script nobody looks for the others
     if not os.listdir(folder):
         os.rmdir(folder)
         os.unlink(f"{units}/{TEMPLATE}")
